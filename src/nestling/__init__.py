@@ -1,0 +1,3 @@
+"""nestling: anytime neural networks for PyTorch."""
+
+__version__ = "0.1.0"

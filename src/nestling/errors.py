@@ -1,0 +1,41 @@
+"""The one error a user may cause, and the words "did you mean" needs.
+
+NestlingError carries a message that says what was found, what was expected and what to do. The command line
+prints it without a traceback; anything else that is raised is a bug of ours. This room knows nothing else.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class NestlingError(Exception):
+    """Bad input: a wrong name, value, file or folder. Its message says what was found, expected and to do."""
+
+
+def nearest(word: str, valid: Iterable[str], most: int = 3) -> str:
+    """The valid names closest to word, closest first, as text for a message: "a, b or c".
+
+    A dotted name is also compared by its last part, so that "epochs" finds "train.epochs".
+    """
+    names = sorted(set(valid))
+    if not names:
+        return "(there are none)"
+    wanted = word.lower()
+
+    def closeness(name: str) -> float:
+        forms = {name.lower(), name.lower().rpartition(".")[2]}
+        ratios = (difflib.SequenceMatcher(None, wanted, form).ratio() for form in forms)
+        starts = wanted != "" and any(form.startswith(wanted) for form in forms)
+        return max(ratios) + (0.5 if starts else 0.0)
+
+    ranked = sorted(names, key=closeness, reverse=True)
+    close = [name for name in ranked if closeness(name) >= 0.5][:most]
+    # Nothing close: the whole list (or its beginning) tells more than three arbitrary names.
+    return join(close) if close else join(names[:8], more=len(names) > 8)
+
+
+def join(names: list[str], more: bool = False) -> str:
+    """["a", "b", "c"] as "a, b or c"; with more as "a, b, c, ..."."""
+    if more:
+        return ", ".join([*names, "..."])
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -1,0 +1,285 @@
+"""What one run is: frozen dataclasses for the data, the network, the strategy and the training.
+
+Comes in: field values, "key=value" overrides or JSON. Goes out: a Recipe whose every field has been checked.
+A field's type annotation is its whole rule: type, bounds and choices are read from there, so a recipe built in
+Python, by --set or from recipe.json meets the same checks. Knows no network, data set or file by itself.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from nestling.errors import NestlingError, join, nearest
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The range a number must lie in; `above` excludes its own value, the others include theirs."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+
+    def admit(self, value: float) -> bool:
+        return self.least <= value <= self.most and value > self.above
+
+    def __str__(self) -> str:
+        parts = [f"at least {self.least:g}"] if self.least > -math.inf else []
+        parts += [f"above {self.above:g}"] if self.above > -math.inf else []
+        parts += [f"at most {self.most:g}"] if self.most < math.inf else []
+        return " and ".join(parts)
+
+
+Count = Annotated[int, Bounds(least=0)]
+Positive = Annotated[int, Bounds(least=1)]
+Amount = Annotated[float, Bounds(least=0)]
+AboveZero = Annotated[float, Bounds(above=0)]
+Share = Annotated[float, Bounds(least=0, most=1)]
+
+
+class Section:
+    """A part of a recipe; on creation every field is checked against its annotation."""
+
+    def __post_init__(self) -> None:
+        for name, hint in hints(type(self)).items():
+            value = checked(getattr(self, name), hint, f"{section_key(type(self))}{name}")
+            object.__setattr__(self, name, value)  # the one place where a list becomes a tuple, 1 becomes 1.0
+
+
+@dataclass(frozen=True)
+class DataRecipe(Section):
+    name: Literal["digits", "cifar10", "folder", "synthetic"] = "digits"
+    root: str = ""  # where the files are; empty = the data set's usual place
+    validation: Count = 0  # images held out of training; > 0 = evaluate on them instead of the test split
+    limit: Count = 0  # only the first N training images of the fixed shuffle; 0 = all
+    augment: bool = True
+    size: Positive = 224  # folder only: side of the crop
+    workers: Count = 2  # folder only: reading processes
+    skip_unreadable: bool = False  # folder only: skip images that cannot be read instead of stopping
+
+
+@dataclass(frozen=True)
+class NetworkRecipe(Section):
+    name: str = "width-digits"
+    alone: Count = 0  # 0 = the nest; s = a network of stage s's size by itself, fully connected
+    ensemble: bool = False  # independent networks of rising size, run one after another
+    growth: str = ""  # order of growing, such as "w,d,w,d"; empty here and below = the network's own
+    stripes: tuple[Positive, ...] = ()
+    widths: tuple[Positive, ...] = ()
+    blocks: tuple[Positive, ...] = ()
+
+
+@dataclass(frozen=True)
+class StrategyRecipe(Section):
+    name: Literal["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad", "greedy"] = "osgd"
+    order: tuple[Positive, ...] = ()  # stage numbers, most important first; empty = 1, 2, ..., n
+    scope: Literal["all", "shared", "block", "tensor"] = "all"  # which parameters one projection sees
+    importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
+    refresh: Positive = 1  # recompute the combination's weights every k steps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.order)) < len(self.order):
+            raise NestlingError(
+                f"strategy.order names a stage twice: {show(self.order)}; name each stage once"
+            )
+
+
+@dataclass(frozen=True)
+class TrainRecipe(Section):
+    epochs: Count = 200
+    batch: Positive = 128
+    lr: AboveZero = 0.1
+    momentum: Share = 0.9
+    nesterov: bool = True
+    weight_decay: Amount = 5e-4
+    schedule: Literal["step", "cosine"] = "step"
+    milestones: tuple[Positive, ...] = (60, 120, 160)  # step only: epochs at which lr is multiplied by gamma
+    gamma: AboveZero = 0.2
+    warmup: Count = 0  # epochs of linearly rising lr
+    clip: Amount = 0.0  # largest gradient norm; 0 = no clipping
+    smoothing: Share = 0.0  # label smoothing
+    distill: Amount = 0.0  # weight of the last stage's soft targets in the earlier stages' losses
+    distill_temperature: AboveZero = 2.0
+    average: Share = 0.0  # decay of the moving average of weights; 0 = none
+    precision: Literal["float32", "bfloat16"] = "float32"
+    channels_last: bool = True
+    engine: Literal["auto", "eager", "graph"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Count = 0
+    evaluate_every: Positive = 1  # epochs
+    checkpoint_every: Positive = 1  # epochs
+    diagnostics: bool = False  # log task-gradient cosines and combination weights
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise NestlingError(f"train.milestones must rise, found {show(self.milestones)}; sort them")
+
+
+@dataclass(frozen=True)
+class Recipe(Section):
+    name: str
+    data: DataRecipe = field(default_factory=DataRecipe)
+    network: NetworkRecipe = field(default_factory=NetworkRecipe)
+    strategy: StrategyRecipe = field(default_factory=StrategyRecipe)
+    train: TrainRecipe = field(default_factory=TrainRecipe)
+
+
+def keys() -> dict[str, Any]:
+    """Every key that --set accepts ("train.epochs", ...), with its annotation."""
+    found: dict[str, Any] = {}
+    for name, hint in hints(Recipe).items():
+        if dataclasses.is_dataclass(hint):
+            found |= {f"{name}.{inner}": inner_hint for inner, inner_hint in hints(hint).items()}
+        else:
+            found[name] = hint
+    return found
+
+
+def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """The recipe with "key=value" settings applied, a later one before an earlier one; a bad one raises NestlingError."""
+    valid = keys()
+    changes: dict[str, dict[str, Any]] = {}  # section ("" = the recipe itself) -> its new values
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise NestlingError(f"setting {setting!r} has no '='; write key=value, such as train.epochs=3")
+        if key not in valid:
+            raise NestlingError(
+                f"unknown key {key!r} in setting {setting!r}; did you mean {nearest(key, valid)}?"
+            )
+        section, _, name = key.rpartition(".")
+        changes.setdefault(section, {})[name] = parsed(text.strip(), valid[key], key)
+    # All at once, so that fields which must agree with each other may be set in any order.
+    whole = changes.pop("", {})
+    parts = {name: dataclasses.replace(getattr(recipe, name), **new) for name, new in changes.items()}
+    return dataclasses.replace(recipe, **whole, **parts)
+
+
+def to_json(recipe: Recipe) -> str:
+    return json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
+
+
+def from_json(text: str) -> Recipe:
+    """The recipe that to_json wrote; unknown, missing or wrong fields raise NestlingError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise NestlingError(f"the recipe is not JSON ({error}); expected what to_json writes") from error
+    return from_dict(found)
+
+
+def from_dict(found: Any) -> Recipe:
+    sections: dict[str, Any] = {
+        name: hint for name, hint in hints(Recipe).items() if dataclasses.is_dataclass(hint)
+    }
+    whole = exact_fields(found, Recipe, "the recipe")
+    parts = {name: kind(**exact_fields(whole[name], kind, f"{name!r}")) for name, kind in sections.items()}
+    return Recipe(**{**whole, **parts})
+
+
+def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
+    """found, if it is a mapping with exactly the fields of kind."""
+    expected = set(hints(kind))
+    if not isinstance(found, dict):
+        raise NestlingError(
+            f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}"
+        )
+    if unknown := sorted(set(found) - expected):
+        raise NestlingError(
+            f"{what} has an unknown field {unknown[0]!r}; did you mean {nearest(unknown[0], expected)}? "
+            "(it may come from another version of nestling)"
+        )
+    if missing := sorted(expected - set(found)):
+        raise NestlingError(
+            f"{what} lacks the field(s) {', '.join(missing)}; it is incomplete or comes from another version of nestling"
+        )
+    return found
+
+
+def hints(kind: Any) -> dict[str, Any]:
+    """Field name -> annotation, bounds included."""
+    every = get_type_hints(kind, include_extras=True)
+    return {f.name: every[f.name] for f in dataclasses.fields(kind)}
+
+
+def section_key(kind: type) -> str:
+    """ "train." for TrainRecipe, "" for Recipe itself: what stands before a field's name in messages."""
+    part = kind.__name__.removesuffix("Recipe").lower()
+    return f"{part}." if part else ""
+
+
+def parsed(text: str, hint: Any, key: str) -> Any:
+    """text as a value of the annotated type; NestlingError if it is not one."""
+    kind, _ = split(hint)
+    if get_origin(kind) is tuple:
+        items = [part.strip() for part in text.strip("()[]").split(",")]
+        return tuple(parsed(part, get_args(kind)[0], key) for part in items if part)
+    if kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise wrong(text, hint, key)
+        return words[text.lower()]
+    if kind in (int, float):
+        try:
+            return checked(kind(text), hint, key)
+        except ValueError as error:
+            raise wrong(text, hint, key) from error
+    return checked(text, hint, key)
+
+
+def checked(value: Any, hint: Any, key: str) -> Any:
+    """value as the annotated type (lists become tuples, ints become floats); NestlingError if it does not fit."""
+    kind, bounds = split(hint)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            near = nearest(str(value), get_args(kind))
+            raise NestlingError(f"{key} is {show(value)}; did you mean {near}? Expected {says(hint)}")
+        return value
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong(value, hint, key)
+        return tuple(checked(item, get_args(kind)[0], key) for item in value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    # bool is a subclass of int, but train.epochs=True is a mistake.
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise wrong(value, hint, key)
+    if kind is float and not math.isfinite(value):
+        raise wrong(value, hint, key)
+    if bounds is not None and not bounds.admit(value):
+        raise wrong(value, hint, key)
+    return value
+
+
+def split(hint: Any) -> tuple[Any, Bounds | None]:
+    """Annotated[int, Bounds(...)] as (int, Bounds(...)); a plain type as (type, None)."""
+    if get_origin(hint) is Annotated:
+        kind, bounds = get_args(hint)
+        return kind, bounds
+    return hint, None
+
+
+def says(hint: Any) -> str:
+    """The annotation in words: "a whole number, at least 1"."""
+    kind, bounds = split(hint)
+    if get_origin(kind) is Literal:
+        return join([str(choice) for choice in get_args(kind)])
+    if get_origin(kind) is tuple:
+        return f"a list such as 3,1,2 whose every item is {says(get_args(kind)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return f"{words.get(kind, kind.__name__)}{f', {bounds}' if bounds else ''}"
+
+
+def show(value: Any) -> str:
+    return ",".join(str(item) for item in value) if isinstance(value, tuple) else repr(value)
+
+
+def wrong(value: Any, hint: Any, key: str) -> NestlingError:
+    return NestlingError(f"{key} is {show(value)}; expected {says(hint)}")
