@@ -1,8 +1,8 @@
 """What one run is: frozen dataclasses for the data, the network, the strategy and the training.
 
 Comes in: field values, "key=value" overrides or JSON. Goes out: a Recipe whose every field has been checked.
-A field's type annotation is its whole rule: type, bounds and choices are read from there, so a recipe built in
-Python, by --set or from recipe.json meets the same checks. Knows no network, data set or file by itself.
+A field's annotation is its whole rule (type, bounds, choices), so a recipe built in Python, by --set or from
+recipe.json meets the same checks. Knows no network, data set or file by itself.
 """
 
 import dataclasses
@@ -142,7 +142,7 @@ def keys() -> dict[str, Any]:
 
 
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
-    """The recipe with "key=value" settings applied, a later one before an earlier one; a bad one raises NestlingError."""
+    """The recipe with "key=value" settings applied; of two for one key the later counts."""
     valid = keys()
     changes: dict[str, dict[str, Any]] = {}  # section ("" = the recipe itself) -> its new values
     for setting in settings:
@@ -198,7 +198,8 @@ def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
         )
     if missing := sorted(expected - set(found)):
         raise NestlingError(
-            f"{what} lacks the field(s) {', '.join(missing)}; it is incomplete or comes from another version of nestling"
+            f"{what} lacks the field(s) {', '.join(missing)}; "
+            "it is incomplete or comes from another version of nestling"
         )
     return found
 
@@ -235,7 +236,7 @@ def parsed(text: str, hint: Any, key: str) -> Any:
 
 
 def checked(value: Any, hint: Any, key: str) -> Any:
-    """value as the annotated type (lists become tuples, ints become floats); NestlingError if it does not fit."""
+    """value as the annotated type (lists become tuples, ints floats); NestlingError if it does not fit."""
     kind, bounds = split(hint)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):

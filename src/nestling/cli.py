@@ -1,0 +1,198 @@
+"""The command line: COMMANDS, and how each is parsed, run, shown and refused.
+
+A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ()) -> dict`
+is also the Python API: it does the work and returns what JSON can hold; parameters without a default are
+positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help. `show(result)`
+returns a rich renderable for people. Progress goes to stderr. A module is imported only when its command is
+called; this room knows nothing of what a command does.
+"""
+
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+
+from nestling import __version__
+from nestling.errors import NestlingError, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str  # holds `command` and `show`
+    summary: str
+
+    def exists(self) -> bool:
+        """Whether the module is there, found without importing it (or torch)."""
+        path = Path(__file__).parent.joinpath(*self.module.split(".")[1:])
+        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+PLANNED: dict[str, Command] = {
+    "demo": Command("nestling.demo", "train small nests on the digits and write a report, in minutes"),
+    "describe": Command("nestling.nets.describe", "show a network's stages, births and costs"),
+    "data": Command("nestling.data.command", "fetch or check a data set"),
+    "train": Command("nestling.train", "train a recipe into a run folder, or resume one"),
+    "evaluate": Command("nestling.evaluate", "error, loss and calibration of each stage of a run"),
+    "profile": Command("nestling.profile", "measure the latency of each stage of a run"),
+    "predict": Command("nestling.predict", "answer images, stage by stage, until a deadline"),
+    "export": Command("nestling.export", "write each stage for other engines"),
+    "report": Command("nestling.report", "write run folders up as HTML, Markdown and pictures"),
+    "paper": Command("nestling.paper", "set results beside the paper's"),
+}
+COMMANDS: dict[str, Command] = {name: command for name, command in PLANNED.items() if command.exists()}
+
+EVERYWHERE = (
+    ("--json", "print one JSON document on stdout and nothing else there"),
+    ("--traceback", "show the whole traceback when something fails"),
+    ("--help", "show help for a command"),
+    ("--version", "show the version"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0, 1 (failed), 2 (wrong usage) or 130 (interrupted)."""
+    # These two are taken out before parsing so that they work in every place and for every command.
+    as_json, with_traceback = "--json" in arguments, "--traceback" in arguments
+    words = [word for word in arguments if word not in ("--json", "--traceback")]
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            overview()
+            return 0
+        if words[0] == "--version":
+            print(f"nestling {__version__}")
+            return 0
+        if words[0] not in COMMANDS:
+            say(
+                f"unknown command {words[0]!r}; did you mean {nearest(words[0], COMMANDS)}? See nestling --help"
+            )
+            return 2
+        return run(words[0], words[1:], as_json)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception as error:
+        if with_traceback:
+            traceback.print_exc()
+        elif isinstance(error, NestlingError | OSError):
+            say(str(error))
+        else:
+            say(f"{type(error).__name__}: {error} (unexpected; --traceback shows where)")
+        return 1
+
+
+def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
+    import tyro  # here, because the overview should not wait for it
+
+    module = importlib.import_module(COMMANDS[name].module)
+    style = (tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
+    try:
+        call = tyro.cli(
+            later(module.command),
+            args=list(arguments),
+            prog=f"nestling {name}",
+            description=helptext(module.command),
+            config=style,
+        )
+    except SystemExit as stop:  # tyro has printed the help (0) or what is wrong with the usage (2)
+        return stop.code if isinstance(stop.code, int) else 2
+    if as_json:
+        with stdout_to_stderr():
+            result = call()
+        print(json.dumps(plain(result), indent=2, allow_nan=False), flush=True)
+    else:
+        Console().print(module.show(call()))
+        sys.stdout.flush()
+    return 0
+
+
+def later(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """function's own signature, but calling it only binds: parsing and running stay two steps.
+
+    Positional arguments are shown by their name (RECIPE) instead of their type (STR).
+    """
+    import tyro
+
+    def bind(*positional: Any, **named: Any) -> Callable[[], Any]:
+        return lambda: function(*positional, **named)
+
+    signature = inspect.signature(function)
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in signature.parameters.items():
+        if parameter.default is inspect.Parameter.empty:
+            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
+    parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    bind.__annotations__ = hints
+    bind.__name__, bind.__doc__ = function.__name__, function.__doc__
+    return bind
+
+
+def helptext(function: Callable[..., Any]) -> str:
+    text = (inspect.getdoc(function) or "").split("\nArgs:")[0].strip()
+    return f"{text}\n\nWith --json, {EVERYWHERE[0][1]}; with --traceback, {EVERYWHERE[1][1]}."
+
+
+def overview() -> None:
+    """Print what `nestling --help` shows."""
+    console = Console()
+    console.print(
+        "usage: nestling COMMAND [arguments] [--json] [--traceback]\n", markup=False, highlight=False
+    )
+    console.print("Anytime neural networks for PyTorch.\n")
+    for rows in ([(name, command.summary) for name, command in COMMANDS.items()], EVERYWHERE):
+        table = Table.grid(padding=(0, 2))
+        for left, right in rows:
+            table.add_row(f"  [bold]{left:<11}[/]", right)
+        console.print(table)
+        console.print()
+    console.print("nestling COMMAND --help says more about one command.")
+
+
+def say(message: str) -> None:
+    """One message for people, on stderr."""
+    print(f"nestling: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What anything prints on stdout meanwhile goes to stderr: Python, C libraries and child processes."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def plain(value: Any) -> Any:
+    """value with NaN and infinities as null, which is all that JSON has for them, and paths as text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def entry() -> None:
+    """Where the installed `nestling` script begins."""
+    sys.exit(main(sys.argv[1:]))
