@@ -1,30 +1,29 @@
 """The command line: COMMANDS, and how each is parsed, run, shown and refused.
 
-A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ()) -> dict`
-is also the Python API: it does the work and returns what JSON can hold; parameters without a default are
-positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help. `show(result)`
-returns a rich renderable for people. Progress goes to stderr. A module is imported only when its command is
-called; this room knows nothing of what a command does.
+A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
+also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default are
+positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
+`show(result)` returns a rich renderable for people. Progress goes to stderr. A module is imported only when
+its command is called; this room knows nothing of what a command does.
 """
 
 import contextlib
 import importlib
 import inspect
-import json
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
 
 from nestling import __version__
 from nestling.errors import NestlingError, nearest
+from nestling.files import to_text
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"nestling {__version__}")
             return 0
         if words[0] not in COMMANDS:
-            say(
-                f"unknown command {words[0]!r}; did you mean {nearest(words[0], COMMANDS)}? See nestling --help"
-            )
+            near = nearest(words[0], COMMANDS)
+            say(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help")
             return 2
         return run(words[0], words[1:], as_json)
     except KeyboardInterrupt:
@@ -113,7 +111,7 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
     if as_json:
         with stdout_to_stderr():
             result = call()
-        print(json.dumps(plain(result), indent=2, allow_nan=False), flush=True)
+        print(to_text(result), flush=True)
     else:
         Console().print(module.show(call()))
         sys.stdout.flush()
@@ -134,7 +132,8 @@ def later(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in signature.parameters.items():
         if parameter.default is inspect.Parameter.empty:
-            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper())]
+            several = "..." if get_origin(hints[name]) is tuple else ""
+            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper() + several)]
     parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
     bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     bind.__annotations__ = hints
@@ -180,17 +179,6 @@ def stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def plain(value: Any) -> Any:
-    """value with NaN and infinities as null, which is all that JSON has for them, and paths as text."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 def entry() -> None:

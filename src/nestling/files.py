@@ -1,0 +1,69 @@
+"""Writing files whole, and JSON that every reader accepts.
+
+Comes in: bytes for a path, or a value. Goes out: a file that is complete or untouched, whatever happens
+meanwhile; JSON text. A full disk becomes a NestlingError that names the file. It does not know what the files are for.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import NestlingError
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put data at path so that, whatever happens, path holds either all of it or what it held before."""
+    temporary = path.with_name(
+        f".{path.name}.tmp"
+    )  # a fixed name: what a kill leaves is overwritten next time
+    with saying(path, len(data), "what was there before is unchanged"):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    with contextlib.suppress(
+        OSError
+    ):  # the new name, too, should outlive a power cut, where folders can be synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def saying(path: Path, size: int, consequence: str) -> Iterator[None]:
+    """Turn an OSError while writing into a NestlingError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = f"the disk is full: {path} needs {size:,} bytes; free some space and resume"
+        else:
+            problem = f"cannot write {path}: {error.strerror}; check the folder and its permissions"
+        raise NestlingError(f"{problem} ({consequence})") from error
+
+
+def to_text(value: Any, indent: int | None = 2) -> str:
+    """value as standard JSON: NaN and infinities become null (JSON has no word for them), paths text."""
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
