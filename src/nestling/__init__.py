@@ -1,3 +1,31 @@
-"""nestling: anytime neural networks for PyTorch."""
+"""nestling: anytime neural networks for PyTorch.
+
+The names below are the public surface. Each is imported when first used, so that `import nestling` and
+`nestling --help` do not wait for torch.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+EXPORTS: dict[str, str] = {  # public name -> the room it comes from
+    "NestlingError": "nestling.errors",
+    "DataRecipe": "nestling.recipe",
+    "NetworkRecipe": "nestling.recipe",
+    "Recipe": "nestling.recipe",
+    "RunDir": "nestling.rundir",
+    "StrategyRecipe": "nestling.recipe",
+    "TrainRecipe": "nestling.recipe",
+    "override": "nestling.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in EXPORTS:
+        raise AttributeError(f"module 'nestling' has no attribute {name!r}")
+    return getattr(importlib.import_module(EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *EXPORTS])

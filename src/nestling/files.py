@@ -1,7 +1,8 @@
 """Writing files whole, and JSON that every reader accepts.
 
 Comes in: bytes for a path, or a value. Goes out: a file that is complete or untouched, whatever happens
-meanwhile; JSON text. A full disk becomes a NestlingError that names the file. It does not know what the files are for.
+meanwhile; JSON text. A full disk becomes a NestlingError that names the file. It does not know what
+the files are for.
 """
 
 import contextlib

@@ -99,7 +99,7 @@ class RunDir:
     # The log: one JSON line per epoch
 
     def append_log(self, line: Mapping[str, Any]) -> None:
-        """Add one line. Call it before save_checkpoint: resuming cuts a line too many, a lost one stays lost."""
+        """Add one line. Call it before save_checkpoint: resuming can cut a line but not invent one."""
         path = self.path / LOG
         text = (to_text(line, indent=None) + "\n").encode()
         with saying(path, len(text), "the lines before it are unchanged"), open(path, "ab") as file:
