@@ -1,0 +1,185 @@
+"""Nested layers: torch's own layers, told the births of their channels.
+
+In: births of the input and output channels. Called on a whole tensor, a layer is one masked dense operation over all
+stages (training). `rows` computes only the channels of one `Cut`, those born at one stage, from what they may read
+(inference). Masked entries are zero and stay zero. Layers know nothing of the network around them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.nets.births import Births
+
+Index = slice | Tensor
+
+
+def as_index(channels: tuple[int, ...]) -> Index:
+    """A slice where the channels are consecutive (a view, no copy), an index otherwise."""
+    if channels == tuple(range(channels[0], channels[-1] + 1)):
+        return slice(channels[0], channels[-1] + 1)
+    return torch.tensor(channels)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a layer that one stage computes: output rows and, for weighted layers, the columns each row reads."""
+
+    rows: Index
+    columns: Index  # a slice, or of shape (rows, columns) for grouped and unsorted layers
+    groups: int = 1
+
+    def weight(self, weight: Tensor) -> Tensor:
+        if isinstance(self.rows, slice) and isinstance(self.columns, slice):
+            return weight[self.rows, self.columns]
+        rows = torch.arange(weight.shape[0])[self.rows] if isinstance(self.rows, slice) else self.rows
+        return weight[rows[:, None], self.columns]
+
+
+def connections(births_in: Births, births_out: Births, groups: int = 1) -> Tensor:
+    """The mask of a weight: entry (i, j) exists when channel i is not born before the channel j it reads."""
+    reads = torch.tensor(births_in, device="cpu").view(groups, 1, -1)  # planned on the CPU whatever the default device
+    rows = torch.tensor(births_out, device="cpu").view(groups, -1, 1)
+    return (rows >= reads).flatten(0, 1)  # (out, in / groups)
+
+
+def describe_births(births: Births) -> str:
+    return "+".join(f"{births.count(stage)}@{stage}" for stage in sorted(set(births)))
+
+
+class NestedConv2d(nn.Conv2d):
+    """A convolution whose row i reads only the input channels born at or before it."""
+
+    mask: Tensor | None
+
+    def __init__(
+        self,
+        births_in: Births,
+        births_out: Births,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(len(births_in), len(births_out), kernel_size, stride, padding, dilation, groups, bias)
+        self.births_in, self.births_out = births_in, births_out
+        mask = connections(births_in, births_out, groups)
+        self.register_buffer("mask", None if mask.all() else mask[:, :, None, None].to(self.weight), persistent=False)
+        self.reset_nested()
+
+    def reset_nested(self, generator: torch.Generator | None = None) -> None:
+        """He's initialisation, every row with the fan-in that it really has."""
+        fan_in = connections(self.births_in, self.births_out, self.groups).sum(1) * self.weight[0, 0].numel()
+        with torch.no_grad():
+            self.weight.normal_(generator=generator).mul_((2.0 / fan_in).sqrt().view(-1, 1, 1, 1).to(self.weight))
+            if self.mask is not None:
+                self.weight.mul_(self.mask)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def live_weight(self) -> Tensor:
+        return self.weight if self.mask is None else self.weight * self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.live_weight(), self.bias)
+
+    def rows(self, x: Tensor, cut: Cut) -> Tensor:
+        bias = None if self.bias is None else self.bias[cut.rows]
+        return F.conv2d(x, cut.weight(self.weight), bias, self.stride, self.padding, self.dilation, cut.groups)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, births={describe_births(self.births_in)} -> {describe_births(self.births_out)}"
+
+
+class NestedLinear(nn.Linear):
+    """A linear layer whose row i reads only the inputs born at or before it."""
+
+    mask: Tensor | None
+
+    def __init__(self, births_in: Births, births_out: Births, bias: bool = True) -> None:
+        super().__init__(len(births_in), len(births_out), bias)
+        self.births_in, self.births_out = births_in, births_out
+        mask = connections(births_in, births_out)
+        self.register_buffer("mask", None if mask.all() else mask.to(self.weight), persistent=False)
+        self.reset_nested()
+
+    def reset_nested(self, generator: torch.Generator | None = None) -> None:
+        """torch's own range for linear layers, 1/sqrt(fan-in), with each row's real fan-in."""
+        fan_in = connections(self.births_in, self.births_out).sum(1)
+        bound = fan_in.to(self.weight).rsqrt()
+        with torch.no_grad():
+            self.weight.uniform_(-1, 1, generator=generator).mul_(bound[:, None])
+            if self.mask is not None:
+                self.weight.mul_(self.mask)
+            if self.bias is not None:
+                self.bias.uniform_(-1, 1, generator=generator).mul_(bound)
+
+    def live_weight(self) -> Tensor:
+        return self.weight if self.mask is None else self.weight * self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.live_weight(), self.bias)
+
+    def rows(self, x: Tensor, cut: Cut) -> Tensor:
+        return F.linear(x, cut.weight(self.weight), None if self.bias is None else self.bias[cut.rows])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, births={describe_births(self.births_in)} -> {describe_births(self.births_out)}"
+
+
+class NestedBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm with births. Statistics are per channel, so one set of them is exact for every stage."""
+
+    def __init__(self, births: Births, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(len(births), eps, momentum)
+        self.births = births
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in (2, 4):
+            raise NestlingError(
+                f"batch norm takes (N, C) or (N, C, H, W); found a tensor of shape {tuple(input.shape)}."
+            )
+
+    def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
+        """Normalise the channels of one stage; when training, update their running statistics and no others."""
+        mean, var = self.running_mean, self.running_var
+        assert mean is not None and var is not None and self.momentum is not None
+        mean, var = mean[cut.rows], var[cut.rows]
+        y = F.batch_norm(x, mean, var, self.weight[cut.rows], self.bias[cut.rows], training, self.momentum, self.eps)
+        if training and not isinstance(cut.rows, slice):  # an index made copies: put them back
+            self.running_mean[cut.rows] = mean  # type: ignore[index]
+            self.running_var[cut.rows] = var  # type: ignore[index]
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, births={describe_births(self.births)}"
+
+
+class NestedGroupNorm(nn.GroupNorm):
+    """Group norm whose groups lie inside stripes: a group never mixes channels of different births."""
+
+    def __init__(self, births: Births, groups: int, eps: float = 1e-5) -> None:
+        if len(births) % groups:
+            raise NestlingError(f"group norm: {len(births)} channels cannot be cut into {groups} equal groups.")
+        size = len(births) // groups
+        for group in range(groups):
+            found = set(births[group * size : (group + 1) * size])
+            if len(found) > 1:
+                raise NestlingError(
+                    f"group norm: group {group} of {groups} holds channels born at stages {sorted(found)}, so an early stage "
+                    "would depend on later ones. Use groups that lie inside stripes."
+                )
+        super().__init__(groups, len(births), eps)
+        self.births = births
+
+    def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
+        groups = x.shape[1] // (self.num_channels // self.num_groups)
+        return F.group_norm(x, groups, self.weight[cut.rows], self.bias[cut.rows], self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, births={describe_births(self.births)}"

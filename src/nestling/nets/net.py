@@ -1,0 +1,323 @@
+"""The nested network: one set of parameters, two ways to run it.
+
+In: a plan. `net(x)` gives all stages' logits at once, one masked dense operation per layer (training). `net.stages` runs
+stage by stage, each computing only what is new: `logits, state = stage(state)`, beginning with state = (x,). State is
+passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is the plan's business, not this room's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.nets.layers import Cut, NestedBatchNorm2d, NestedConv2d, NestedGroupNorm, NestedLinear, as_index
+from nestling.nets.plan import WEIGHTED, Node, Plan, Run, Step
+
+State = tuple[Tensor, ...]
+
+# What "map" and "zip" nodes may be. "module" maps are modules handed to the net by name.
+MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "pool2": lambda x: F.avg_pool2d(x, 2),
+    "maxpool3": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
+    "mean": lambda x: x.mean((2, 3)),
+}
+ZIPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "mul": torch.mul}
+
+
+def make_layer(plan: Plan, node: Node) -> nn.Module | None:
+    """The module that holds a node's parameters, if it has any."""
+    if node.op == "conv":
+        births = plan.by_name[node.reads[0]].births
+        return NestedConv2d(
+            births, node.births, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias
+        )
+    if node.op == "linear":
+        return NestedLinear(plan.by_name[node.reads[0]].births, node.births, node.bias)
+    if node.op == "norm":
+        return NestedBatchNorm2d(node.births) if node.function == "batch" else NestedGroupNorm(node.births, node.groups)
+    return None
+
+
+def attach(root: nn.Module, path: str, layer: nn.Module) -> None:
+    """Hang a layer into the module tree under a dotted name, so that state-dict keys read like the plan."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(last, layer)
+
+
+class NestedNet(nn.Module):
+    """A network of nested subnetworks D_1 ⊂ ... ⊂ D_n, made from a plan."""
+
+    def __init__(self, plan: Plan, modules: Mapping[str, nn.Module] | None = None) -> None:
+        """`modules` holds the modules of "module" maps (activations, dropout, ...) by node name."""
+        super().__init__()
+        self.plan = plan
+        given = modules or {}
+        for node in plan.nodes:
+            layer = given[node.name] if node.function == "module" else make_layer(plan, node)
+            if layer is not None:
+                attach(self, node.name, layer)
+        self._last_use = last_uses(plan)
+        self._stages: tuple[Stage, ...] | None = None
+
+    def layer(self, name: str) -> Any:
+        """The module of a node. Looked up, never cached: deepcopy and module replacement then just work."""
+        return self.get_submodule(name)
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return self.plan.sizes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        check_input(self.plan, x)
+        values: dict[str, Tensor] = {self.plan.input.name: x}
+        for node in self.plan.nodes[1:]:
+            values[node.name] = self.compute(node, [values[read] for read in node.reads])
+            for done in self._last_use.get(node.name, ()):
+                del values[done]
+        return tuple(values[head] for head in self.plan.heads)
+
+    def compute(self, node: Node, reads: list[Tensor]) -> Tensor:
+        """One node over all its channels."""
+        if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
+            out: Tensor = self.layer(node.name)(*reads)
+            return out
+        if node.op == "map":
+            return MAPS[node.function](reads[0])
+        if node.op == "zip":
+            return fold(node.function, reads)
+        if node.op == "cat":
+            return torch.cat(reads, 1)
+        if node.op == "flatten":
+            return reads[0].flatten(1)
+        return select(reads[0], node.source)
+
+    @property
+    def stages(self) -> "tuple[Stage, ...]":
+        """The network stage by stage. Stages share this network's parameters."""
+        made = self._stages
+        if made is None:
+            made = tuple(Stage(self, index).train(self.training) for index in range(len(self.plan.heads)))
+            self._stages = made
+        return made
+
+    def train(self, mode: bool = True) -> "NestedNet":
+        super().train(mode)
+        for stage in self._stages or ():
+            stage.training = mode
+        return self
+
+    def answers(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the logits of one stage after another; stop whenever you like."""
+        state: State = (x,)
+        for stage in self.stages:
+            logits, state = stage(state)
+            yield logits
+
+    def owners(self) -> dict[str, Tensor]:
+        """For every parameter, per entry, the tasks whose loss depends on it: bit t is stage t+1, 0 is a masked entry."""
+        found: dict[str, Tensor] = {}
+        for node in self.plan.nodes:
+            if node.op not in WEIGHTED and node.op != "norm" and node.function != "module":
+                continue
+            bits = torch.tensor(self.plan.owners[node.name])
+            for name, parameter in self.layer(node.name).named_parameters():
+                owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if parameter.numel() > 1 else bits[:1]
+                mask = getattr(self.layer(node.name), "mask", None)
+                if name == "weight" and mask is not None:
+                    owned = owned.to(mask.device) * mask.to(torch.int64)
+                found[f"{node.name}.{name}"] = owned
+        return found
+
+    def subnet(self, stage: int) -> "Alone":
+        """D_stage as a stand-alone module: its own copy of its weights, nothing of later stages, one answer."""
+        plan = self.plan.restrict(stage)
+        kept = self.plan.kept(stage)
+        given = {n.name: self.layer(n.name) for n in plan.nodes if n.function == "module"}
+        small = NestedNet(plan, given).to(next(self.parameters()))
+        small.train(self.training)
+        mine = self.state_dict()
+        cut = {}
+        for node in plan.nodes:
+            keys = [key for key in small.state_dict() if key.rpartition(".")[0] == node.name]
+            for key in keys:
+                value = mine[key]
+                if value.dim() and node.function != "module":
+                    value = value[torch.tensor(kept[node.name], device=value.device)]
+                    if key.endswith(".weight") and node.op in WEIGHTED:
+                        value = take_columns(value, kept_columns(self.plan, node, kept))
+                cut[key] = value
+        small.load_state_dict(cut)
+        return Alone(small)
+
+    def reset(self, generator: torch.Generator) -> "NestedNet":
+        """Draw all weights anew from a generator: same seed, same network."""
+        for node in self.plan.nodes:
+            if node.op in WEIGHTED:
+                self.layer(node.name).reset_nested(generator)
+        return self
+
+
+class Alone(nn.Module):
+    """A nested network of one answer, as an ordinary module: logits out."""
+
+    def __init__(self, net: NestedNet) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.net(x)[-1]
+        return answer
+
+
+class Stage(nn.Module):
+    """One stage of a network: takes the state the stage before left, gives its logits and the state it leaves."""
+
+    def __init__(self, net: NestedNet, index: int) -> None:
+        super().__init__()
+        self.program = net.plan.programs[index]
+        self.layers = nn.ModuleDict()
+        self.cuts: list[Cut | None] = []
+        for step in self.program.steps:
+            node = step.node
+            if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
+                self.layers[node.name.replace(".", "/")] = net.layer(node.name)
+            self.cuts.append(make_cut(net.plan, step) if node.op in WEIGHTED or node.op == "norm" else None)
+
+    def train(self, mode: bool = True) -> "Stage":
+        """Only this stage's own mode: the layers are shared with the other stages."""
+        self.training = mode
+        return self
+
+    def forward(self, state: State) -> tuple[Tensor, State]:
+        if len(state) != len(self.program.takes):
+            raise NestlingError(
+                f"stage {self.program.stage} takes {len(self.program.takes)} tensors of state, found {len(state)}. "
+                "Pass on the state that the stage before returned, or (x,) to the first."
+            )
+        pieces = dict(zip(self.program.takes, state, strict=True))
+        for step, cut in zip(self.program.steps, self.cuts, strict=True):
+            reads = [fetch(pieces, runs) for runs in step.fetches]
+            pieces[step.node.name, step.node.births[step.rows[0]]] = self.compute(step, cut, reads)
+        head = pieces[self.program.head, self.program.stage]
+        return head, tuple(pieces[key] for key in self.program.leaves)
+
+    def compute(self, step: Step, cut: Cut | None, reads: list[Tensor]) -> Tensor:
+        """The rows of one node that are born at this stage."""
+        node = step.node
+        if cut is not None:
+            layer: Any = self.layers[node.name.replace(".", "/")]
+            out: Tensor = layer.rows(reads[0], cut, self.training) if node.op == "norm" else layer.rows(reads[0], cut)
+            return out
+        if node.function == "module":
+            out = self.layers[node.name.replace(".", "/")](reads[0])
+            return out
+        if node.op == "map":
+            return MAPS[node.function](reads[0])
+        if node.op == "zip":
+            return fold(node.function, reads)
+        if node.op == "cat":
+            return torch.cat(reads, 1) if len(reads) > 1 else reads[0]
+        if node.op == "flatten":
+            return reads[0].flatten(1)
+        # The fetched channels stand in the order they were asked for: number them again.
+        wanted = [node.source[row] for row in step.rows]
+        order = {c: i for i, c in enumerate(dict.fromkeys(c for c in wanted if c >= 0))}
+        return select(reads[0], tuple(order.get(c, -1) for c in wanted))
+
+
+def make_cut(plan: Plan, step: Step) -> Cut:
+    """Rows and columns of one step, as slices wherever the channels are consecutive."""
+    node = step.node
+    if node.op == "norm":
+        return Cut(as_index(step.rows), slice(0))
+    if node.groups == 1:
+        columns = as_index(step.columns)
+        if isinstance(columns, slice):
+            rows = as_index(step.rows)
+            if isinstance(rows, slice):
+                return Cut(rows, columns)
+        return Cut(torch.tensor(step.rows), torch.tensor(step.columns)[None, :])
+    width = plan.by_name[node.reads[0]].channels // node.groups
+    table = []
+    for row in step.rows:
+        group = plan.group_of(node, row)
+        table.append([c - group * width for c in step.columns if c // width == group])
+    groups = len({plan.group_of(node, row) for row in step.rows})
+    return Cut(torch.tensor(step.rows), torch.tensor(table), groups)
+
+
+def kept_columns(plan: Plan, node: Node, kept: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """For every kept row of a weighted node, the positions in its group of the input channels that are kept."""
+    width = plan.by_name[node.reads[0]].channels // node.groups
+    inputs = kept[node.reads[0]]
+    table = []
+    for row in kept[node.name]:
+        group = plan.group_of(node, row)
+        table.append([c - group * width for c in inputs if c // width == group])
+    return torch.tensor(table)
+
+
+def take_columns(weight: Tensor, columns: Tensor) -> Tensor:
+    """Row by row, the columns of a weight given in a table of the same rows."""
+    index = columns.to(weight.device).view(*columns.shape, *[1] * (weight.dim() - 2))
+    return weight.gather(1, index.expand(-1, -1, *weight.shape[2:]))
+
+
+def fetch(pieces: Mapping[tuple[str, int], Tensor], runs: tuple[Run, ...]) -> Tensor:
+    """Channels put together from stored pieces; a single whole piece is passed as it is."""
+    parts = [pieces[r.node, r.birth] if r.whole else pieces[r.node, r.birth][:, r.start : r.stop] for r in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def fold(function: str, reads: list[Tensor]) -> Tensor:
+    total = reads[0]
+    for read in reads[1:]:
+        total = ZIPS[function](total, read)
+    return total
+
+
+def select(x: Tensor, source: tuple[int, ...]) -> Tensor:
+    """Channels of x by number, -1 for zeros: slices and one concatenation, or a mere slice where that is all."""
+    runs: list[list[int]] = []
+    for channel in source:
+        if runs and (
+            runs[-1][1] == channel == -1 or (channel >= 0 and runs[-1][1] == channel - 1 and runs[-1][1] >= 0)
+        ):
+            runs[-1][1] = channel
+            runs[-1][2] += 1
+        else:
+            runs.append([channel, channel, 1])
+    parts = [
+        x.new_zeros(x.shape[0], count, *x.shape[2:]) if first < 0 else x[:, first : last + 1]
+        for first, last, count in runs
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def last_uses(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """For each node, what is not needed any more once it is computed: memory goes back early in evaluation."""
+    last: dict[str, str] = {}
+    for node in plan.nodes:
+        for read in node.reads:
+            last[read] = node.name
+    freed: dict[str, tuple[str, ...]] = {}
+    for read, node_name in last.items():
+        if read not in plan.heads:
+            freed[node_name] = (*freed.get(node_name, ()), read)
+    return freed
+
+
+def check_input(plan: Plan, x: Tensor) -> None:
+    expected = (plan.input.channels, *plan.input.size)
+    if tuple(x.shape[1:]) != expected:
+        raise NestlingError(
+            f"{plan.name} takes images of shape (N, {', '.join(map(str, expected))}); found {tuple(x.shape)}."
+        )

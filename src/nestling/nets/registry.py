@@ -1,0 +1,170 @@
+"""The networks by name, and how to build one: as a nest, as the independent net of one stage's size, or as an ensemble.
+
+In: a NetworkRecipe (a name and what to change about it), the number of classes and the input shape. Out: a plan, or a
+network with weights drawn from a generator. What a network looks like inside is said in resnet.py, sparse.py, cascade.py.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nestling.errors import NestlingError, nearest
+from nestling.nets.births import Growth, alone, grow
+from nestling.nets.cascade import cascade
+from nestling.nets.net import NestedNet
+from nestling.nets.plan import Node, Plan, check
+from nestling.nets.resnet import resnet
+from nestling.nets.sparse import sparse_resnet
+from nestling.recipe import NetworkRecipe
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A named network: which drawing it uses and the numbers it gives it."""
+
+    kind: str  # resnet | sparse | cascade
+    growth: str
+    widths: tuple[int, ...]  # channels of each group at full width
+    blocks: tuple[int, ...]  # blocks of each group at full depth
+    stripes: tuple[int, ...] = ()  # empty: every width step doubles
+    exits: tuple[int, ...] = ()  # cascade: blocks before each exit
+    exit_width: int = 128
+    stem: str = "small"
+    bottleneck: int = 1
+    shape: Shape = (3, 32, 32)
+    classes: int = 10
+
+    def draw(self, name: str, growth: Growth, shape: Shape, classes: int) -> Plan:
+        if self.kind == "resnet":
+            return resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem, self.bottleneck)
+        if self.kind == "sparse":
+            return sparse_resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem)
+        return cascade(name, self.exits, self.widths, self.blocks, shape, classes, self.exit_width)
+
+    def stage_alone(self, growth: Growth, stage: int) -> "Architecture":
+        """The architecture of one stage's size, to be trained by itself with all its connections."""
+        if self.kind == "cascade":
+            return self._cascade_alone(stage)
+        size = alone(growth, stage)
+        widths = tuple(size.channels(width) for width in self.widths)
+        return replace(self, growth="", stripes=(), widths=widths, blocks=tuple(map(size.blocks, self.blocks)))
+
+    def _cascade_alone(self, stage: int) -> "Architecture":
+        """A cascade's prefix up to one exit, with that exit only."""
+        if not 1 <= stage <= len(self.exits):
+            raise NestlingError(f"stage {stage} does not exist: this cascade has stages 1 to {len(self.exits)}.")
+        left, blocks = self.exits[stage - 1], []
+        for count in self.blocks:
+            if left > 0:
+                blocks.append(min(left, count))
+            left -= count
+        return replace(self, blocks=tuple(blocks), widths=self.widths[: len(blocks)], exits=(self.exits[stage - 1],))
+
+
+DIGITS: Shape = (1, 8, 8)
+IMAGENET: Shape = (3, 224, 224)
+
+NETS: dict[str, Architecture] = {
+    # the paper's networks for CIFAR-10, and its baselines
+    "width-resnet42": Architecture("resnet", "w,w", (32, 64, 128), (7, 7, 7)),
+    "even-resnet42": Architecture("resnet", "w,w,w", (32, 64, 128), (7, 7, 7), stripes=(1, 1, 1, 1)),
+    "depth-sparse98": Architecture("sparse", "d,d,d", (16, 32, 64), (16, 16, 16)),
+    "alternate-sparse98": Architecture("sparse", "w,d,w,d", (16, 32, 64), (16, 16, 16)),
+    "together-sparse98": Architecture("sparse", "wd,wd", (16, 32, 64), (16, 16, 16)),
+    "cascade-sparse98": Architecture("cascade", "", (16, 32, 64), (16, 16, 16), exits=(6, 12, 24, 48)),
+    # the paper's networks for ImageNet
+    "width-resnet50": Architecture(
+        "resnet",
+        "w,w",
+        (256, 512, 1024, 2048),
+        (3, 4, 6, 3),
+        stem="imagenet",
+        bottleneck=4,
+        shape=IMAGENET,
+        classes=1000,
+    ),
+    "depth-sparse66": Architecture(
+        "sparse", "d,d", (64, 128, 256, 512), (8, 8, 8, 8), stem="imagenet", shape=IMAGENET, classes=1000
+    ),
+    # the same ideas, small enough for 8x8 digits on a laptop
+    "width-digits": Architecture("resnet", "w,w", (16, 32), (2, 2), shape=DIGITS),
+    "even-digits": Architecture("resnet", "w,w,w", (16, 32), (2, 2), stripes=(1, 1, 1, 1), shape=DIGITS),
+    "depth-digits": Architecture("sparse", "d,d", (8, 16), (4, 4), shape=DIGITS),
+    "alternate-digits": Architecture("sparse", "w,d,w,d", (16, 32), (4, 4), shape=DIGITS),
+    "together-digits": Architecture("sparse", "wd,wd", (16, 32), (4, 4), shape=DIGITS),
+    "cascade-digits": Architecture("cascade", "", (8, 16), (4, 4), exits=(2, 4, 8), exit_width=16, shape=DIGITS),
+}
+
+
+def architecture(recipe: NetworkRecipe) -> Architecture:
+    """The named architecture with the recipe's changes."""
+    if recipe.name not in NETS:
+        raise NestlingError(
+            f"unknown network {recipe.name!r}; did you mean {nearest(recipe.name, NETS)}? Known: {', '.join(NETS)}."
+        )
+    arch = NETS[recipe.name]
+    if recipe.growth and arch.kind == "cascade":
+        raise NestlingError(f"{recipe.name} grows by its exits; it takes no growth order (found {recipe.growth!r}).")
+    changed = replace(
+        arch,
+        growth=recipe.growth or arch.growth,
+        # stripes belong to a growth order: a new order without stripes goes back to doubling
+        stripes=tuple(recipe.stripes) or (() if recipe.growth else arch.stripes),
+        widths=tuple(recipe.widths) or arch.widths,
+        blocks=tuple(recipe.blocks) or arch.blocks,
+    )
+    if len(changed.widths) != len(changed.blocks):
+        raise NestlingError(
+            f"{recipe.name}: {len(changed.widths)} widths {changed.widths} but {len(changed.blocks)} block counts "
+            f"{changed.blocks}; give one of each per group."
+        )
+    if min(changed.widths + changed.blocks) < 1:
+        raise NestlingError(f"{recipe.name}: widths {changed.widths} and blocks {changed.blocks} must be at least 1.")
+    return changed
+
+
+def plan(recipe: NetworkRecipe, classes: int | None = None, shape: Shape | None = None) -> Plan:
+    """The plan of a recipe's network. Pure: errors in growth orders and sizes show up here, before any tensor."""
+    arch = architecture(recipe)
+    classes, shape = classes or arch.classes, shape or arch.shape
+    growth = grow(arch.growth, arch.stripes)
+    if recipe.alone and recipe.ensemble:
+        raise NestlingError("network.alone and network.ensemble exclude each other: set one of them.")
+    if recipe.ensemble:
+        count = len(arch.exits) or growth.stages
+        members = [arch.stage_alone(growth, s) for s in range(1, count + 1)]
+        plans = [m.draw(recipe.name, grow(m.growth, m.stripes), shape, classes) for m in members]
+        nest = arch.draw(recipe.name, growth, shape, classes)
+        return ensemble(f"{recipe.name}-ensemble", plans, nest.sizes)
+    if recipe.alone:
+        sizes = arch.draw(recipe.name, growth, shape, classes).sizes
+        single = arch.stage_alone(growth, recipe.alone)
+        drawn = single.draw(f"{recipe.name}-alone", grow(single.growth, single.stripes), shape, classes)
+        return replace(drawn, sizes=(sizes[recipe.alone - 1],))
+    return arch.draw(recipe.name, growth, shape, classes)
+
+
+def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:
+    """Independent networks run one after another, as a nest that shares nothing but its input."""
+    nodes: list[Node] = [plans[0].input]
+    heads = []
+    for stage, member in enumerate(plans, start=1):
+        rename = {n.name: n.name if n.op == "input" else f"net{stage}.{n.name}" for n in member.nodes}
+        for node in member.nodes[1:]:
+            reads = tuple(rename[read] for read in node.reads)
+            nodes.append(replace(node, name=rename[node.name], reads=reads, births=(stage,) * node.channels))
+        heads.append(rename[member.heads[-1]])
+    return check(Plan(name, tuple(nodes), tuple(heads), sizes))
+
+
+def build(
+    recipe: NetworkRecipe,
+    classes: int | None = None,
+    shape: Shape | None = None,
+    generator: torch.Generator | None = None,
+) -> NestedNet:
+    """The network of a recipe, with weights drawn from `generator` (seed 0 without one)."""
+    net = NestedNet(plan(recipe, classes, shape))
+    return net.reset(generator if generator is not None else torch.Generator().manual_seed(0))
