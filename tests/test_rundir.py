@@ -65,9 +65,7 @@ def test_tensors_that_share_memory_are_saved(run: RunDir) -> None:
     assert meta == {}
 
 
-@given(
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists)
-)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
 def test_any_json_survives_as_meta(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     run = RunDir(tmp_path_factory.mktemp("meta"))
     run.save_checkpoint({}, {"value": value})
@@ -112,9 +110,7 @@ def test_a_folder_with_finished_work_is_not_overwritten(run: RunDir) -> None:
     run.append_log({"epoch": 1})
     assert RunDir.create(run.path).read_log() == []  # killed before its first checkpoint: starts afresh
     run.save_checkpoint(TENSORS, {})
-    with pytest.raises(
-        NestlingError, match=r"already holds a run \(checkpoint.safetensors is there\); resume it"
-    ):
+    with pytest.raises(NestlingError, match=r"already holds a run \(checkpoint.safetensors is there\); resume it"):
         RunDir.create(run.path)
 
 
@@ -252,9 +248,7 @@ def test_a_full_disk_is_named_and_spoils_nothing(small_disk: Path) -> None:
     run.save_checkpoint(small, {"step": 1})
     run.write_json("results.json", {"step": 1})
     run.append_log({"epoch": 1})
-    with pytest.raises(
-        NestlingError, match=r"the disk is full: .*checkpoint.safetensors needs .* bytes; free some"
-    ):
+    with pytest.raises(NestlingError, match=r"the disk is full: .*checkpoint.safetensors needs .* bytes; free some"):
         run.save_checkpoint({"value": torch.arange(400_000.0)}, {"step": 2})
     assert sorted(each.name for each in run.path.iterdir()) == [CHECKPOINT, LOG, "results.json"]
     tensors, meta = run.load_checkpoint()
@@ -303,9 +297,7 @@ def test_a_truncated_file_is_refused(run: RunDir) -> None:
     whole = (run.path / CHECKPOINT).read_bytes()
     for length in [0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1]:
         (run.path / CHECKPOINT).write_bytes(whole[:length])
-        with pytest.raises(
-            NestlingError, match=r"checkpoint.safetensors is truncated, damaged or no safetensors"
-        ):
+        with pytest.raises(NestlingError, match=r"checkpoint.safetensors is truncated, damaged or no safetensors"):
             run.load_checkpoint()
 
 

@@ -149,9 +149,7 @@ def helptext(function: Callable[..., Any]) -> str:
 def overview() -> None:
     """Print what `nestling --help` shows."""
     console = Console()
-    console.print(
-        "usage: nestling COMMAND [arguments] [--json] [--traceback]\n", markup=False, highlight=False
-    )
+    console.print("usage: nestling COMMAND [arguments] [--json] [--traceback]\n", markup=False, highlight=False)
     console.print("Anytime neural networks for PyTorch.\n")
     for rows in ([(name, command.summary) for name, command in COMMANDS.items()], EVERYWHERE):
         table = Table.grid(padding=(0, 2))

@@ -19,9 +19,8 @@ from nestling.errors import NestlingError
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Put data at path so that, whatever happens, path holds either all of it or what it held before."""
-    temporary = path.with_name(
-        f".{path.name}.tmp"
-    )  # a fixed name: what a kill leaves is overwritten next time
+    # A fixed name: what a kill leaves behind is overwritten next time.
+    temporary = path.with_name(f".{path.name}.tmp")
     with saying(path, len(data), "what was there before is unchanged"):
         try:
             with open(temporary, "wb") as file:
@@ -32,9 +31,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-    with contextlib.suppress(
-        OSError
-    ):  # the new name, too, should outlive a power cut, where folders can be synced
+    # The new name, too, should outlive a power cut; not every file system lets a folder be synced.
+    with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

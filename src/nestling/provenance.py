@@ -63,9 +63,7 @@ def device_name(device: str) -> str:
         return torch.cuda.get_device_name(torch.device(device))
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, IndexError):
-        models = [
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-        ]
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         name = models[0].partition(":")[2].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"

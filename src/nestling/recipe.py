@@ -83,9 +83,7 @@ class StrategyRecipe(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.order)) < len(self.order):
-            raise NestlingError(
-                f"strategy.order names a stage twice: {show(self.order)}; name each stage once"
-            )
+            raise NestlingError(f"strategy.order names a stage twice: {show(self.order)}; name each stage once")
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,7 @@ def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         if not equals:
             raise NestlingError(f"setting {setting!r} has no '='; write key=value, such as train.epochs=3")
         if key not in valid:
-            raise NestlingError(
-                f"unknown key {key!r} in setting {setting!r}; did you mean {nearest(key, valid)}?"
-            )
+            raise NestlingError(f"unknown key {key!r} in setting {setting!r}; did you mean {nearest(key, valid)}?")
         section, _, name = key.rpartition(".")
         changes.setdefault(section, {})[name] = parsed(text.strip(), valid[key], key)
     # All at once, so that fields which must agree with each other may be set in any order.
@@ -176,9 +172,7 @@ def from_json(text: str) -> Recipe:
 
 
 def from_dict(found: Any) -> Recipe:
-    sections: dict[str, Any] = {
-        name: hint for name, hint in hints(Recipe).items() if dataclasses.is_dataclass(hint)
-    }
+    sections: dict[str, Any] = {name: hint for name, hint in hints(Recipe).items() if dataclasses.is_dataclass(hint)}
     whole = exact_fields(found, Recipe, "the recipe")
     parts = {name: kind(**exact_fields(whole[name], kind, f"{name!r}")) for name, kind in sections.items()}
     return Recipe(**{**whole, **parts})
@@ -188,9 +182,7 @@ def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
     """found, if it is a mapping with exactly the fields of kind."""
     expected = set(hints(kind))
     if not isinstance(found, dict):
-        raise NestlingError(
-            f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}"
-        )
+        raise NestlingError(f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}")
     if unknown := sorted(set(found) - expected):
         raise NestlingError(
             f"{what} has an unknown field {unknown[0]!r}; did you mean {nearest(unknown[0], expected)}? "

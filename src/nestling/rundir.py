@@ -45,17 +45,14 @@ class RunDir:
         for name in (CHECKPOINT, WEIGHTS, RESULTS):
             if run.has(name):
                 raise NestlingError(
-                    f"{run.path} already holds a run ({name} is there); "
-                    "resume it, choose another folder or delete it"
+                    f"{run.path} already holds a run ({name} is there); resume it, choose another folder or delete it"
                 )
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             for name in (RECIPE, PROVENANCE, LOG):
                 (run.path / name).unlink(missing_ok=True)
         except OSError as error:
-            raise NestlingError(
-                f"cannot make the run folder {run.path}: {error.strerror}; choose another"
-            ) from error
+            raise NestlingError(f"cannot make the run folder {run.path}: {error.strerror}; choose another") from error
         return run
 
     @classmethod
@@ -65,9 +62,7 @@ class RunDir:
         if run.has(RECIPE):
             return run
         if run.path.is_dir():
-            raise NestlingError(
-                f"{run.path} is not a run folder: it has no {RECIPE}; name the folder of a run"
-            )
+            raise NestlingError(f"{run.path} is not a run folder: it has no {RECIPE}; name the folder of a run")
         siblings = sorted(each.parent.name for each in run.path.parent.glob(f"*/{RECIPE}"))
         hint = f"did you mean {nearest(run.path.name, siblings)}?" if siblings else "train a run first"
         raise NestlingError(f"there is no run folder {run.path}; {hint}")
@@ -160,9 +155,7 @@ class RunDir:
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.load_tensors(CHECKPOINT)
 
-    def save_tensors(
-        self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None
-    ) -> None:
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
         """Replace the file by these tensors, with meta (anything JSON holds) in its header."""
         # Copies: safetensors refuses tensors that share memory or are not contiguous.
         copies = {
@@ -185,14 +178,10 @@ class RunDir:
         except OSError as error:
             raise NestlingError(f"cannot read {path}: {error}") from error
         except Exception as error:  # safetensors' own error, or JSON or UTF-8 trouble in a spoilt header
-            raise NestlingError(
-                f"{path} is truncated, damaged or no safetensors file ({error}); {RECOVER}"
-            ) from error
+            raise NestlingError(f"{path} is truncated, damaged or no safetensors file ({error}); {RECOVER}") from error
         if header.get("nestling") != name or header.get("format") != FORMAT:
             kind = f"{header.get('nestling', 'foreign')!r}, format {header.get('format', 'none')!r}"
-            raise NestlingError(
-                f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {RECOVER}"
-            )
+            raise NestlingError(f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {RECOVER}")
         if header.get("sha256") != checksum(name, tensors, header.get("meta", "")):
             raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {RECOVER}")
         return tensors, json.loads(header["meta"])

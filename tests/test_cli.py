@@ -1,0 +1,179 @@
+"""The command line: tables or one JSON document, errors in one line, exit codes; every command has its parts."""
+
+import importlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from nestling import __version__, cli
+from nestling.cli import COMMANDS, Command, main
+
+# A command as any other: it works, talks on stdout (by itself and through a child) and fails on request.
+SAMPLE = '''
+import subprocess, time
+from nestling.errors import NestlingError
+
+def command(recipe: str, extra: tuple[str, ...], run: str = "", set: tuple[str, ...] = (), quick: bool = False) -> dict:
+    """Try things out.
+
+    Args:
+        recipe: what to try
+        extra: more of it
+        set: key=value, may be repeated
+    """
+    print("working")
+    subprocess.run(["echo", "child at work"])
+    if recipe == "refused":
+        raise NestlingError("found this [bold], expected that, do so")
+    if recipe == "broken":
+        raise ValueError("oh no")
+    if recipe == "missing":
+        open("/no/such/file")
+    if recipe == "slow":
+        time.sleep(60)
+    return {"recipe": recipe, "extra": extra, "set": set, "quick": quick, "loss": float("nan")}
+
+def show(result: dict) -> str:
+    return f"tried {result['recipe']}"
+'''
+
+
+@pytest.fixture(autouse=True)
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sample_command.py").write_text(SAMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sample_command", raising=False)
+    monkeypatch.setitem(cli.COMMANDS, "sample", Command("sample_command", "try things out"))
+
+
+def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "a"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "tried a"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 5])
+def test_json_is_one_document_and_all_else_goes_to_stderr(capfd: pytest.CaptureFixture[str], place: int) -> None:
+    words = ["sample", "a", "b", "--set", "x=1", "--set", "y=2", "--quick"]
+    words.insert(place, "--json") if place != 5 else words.append("--json")
+    assert main(words) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {
+        "recipe": "a", "extra": ["b"], "set": ["x=1", "y=2"], "quick": True, "loss": None,
+    }  # fmt: skip
+    assert "working" in err
+    assert "child at work" in err
+
+
+def test_a_refusal_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "refused", "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == "nestling: found this [bold], expected that, do so"
+    assert "Traceback" not in err
+
+
+def test_unexpected_errors_are_short_too_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "broken"]) == 1
+    assert capfd.readouterr().err == "nestling: ValueError: oh no (unexpected; --traceback shows where)\n"
+    assert main(["sample", "missing"]) == 1
+    assert "No such file or directory: '/no/such/file'" in capfd.readouterr().err
+    assert main(["sample", "broken", "--traceback"]) == 1
+    assert "Traceback (most recent call last)" in capfd.readouterr().err
+
+
+def test_wrong_usage_exits_with_2_and_names_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sampel"]) == 2
+    assert "unknown command 'sampel'; did you mean sample" in capfd.readouterr().err
+    assert main(["sample"]) == 2
+    assert "RECIPE" in capfd.readouterr().err
+    assert main(["sample", "a", "--quik"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "--quick" in err
+
+
+def test_help_shows_arguments_by_name_and_what_they_mean(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--help"]) == 0
+    out = capfd.readouterr().out
+    for word in ("nestling sample", "Try things out.", "RECIPE", "EXTRA...", "what to try", "--json", "--traceback"):
+        assert word in out
+
+
+def test_overview_lists_every_command(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        assert main(words) == 0
+        out = capfd.readouterr().out
+        assert all(f"  {name} " in out for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"nestling {__version__}\n"
+
+
+def test_the_overview_does_not_wait_for_torch() -> None:
+    code = "import sys; from nestling.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_python_m_nestling_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "nestling", "nothing"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "unknown command 'nothing'" in done.stderr
+
+
+START = (
+    "import sys; from nestling import cli; cli.COMMANDS['sample'] = cli.Command('sample_command', '');"
+    "sys.exit(cli.main(sys.argv[1:]))"
+)
+
+
+def test_an_interrupt_ends_cleanly_with_130(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", START, "sample", "slow"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    assert process.stdout.readline() == "child at work\n"
+    time.sleep(0.2)  # past the child, into the sleep
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err == "nestling: interrupted\n"
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -c "{START}" sample a | true'
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+# Every real command, present and future
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_command_show_types_and_help(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(COMMANDS[name].module)
+    assert callable(module.command)
+    assert callable(module.show)
+    assert inspect.getdoc(module.command)
+    hints = get_type_hints(module.command)
+    assert set(hints) == {*inspect.signature(module.command).parameters, "return"}
+    assert main([name, "--help"]) == 0
+    out = capfd.readouterr().out
+    for parameter in inspect.signature(module.command).parameters.values():
+        required = parameter.default is inspect.Parameter.empty
+        shown = parameter.name.upper() if required else parameter.name.replace("_", "-")
+        assert shown.lower() in out.lower()
