@@ -39,7 +39,8 @@ check: .venv/installed-dev
 define install
 	@echo "Installing nestling[$(1)] into .venv (minutes the first time)"
 	@set -o pipefail; $(BIN)/python -m pip install $(PIP_FLAGS) --disable-pip-version-check -c constraints.txt \
-	  -e '.[$(1)]' 2>.venv/pip.log | awk '/^Collecting/ {print "  " $$2; fflush()} /^Installing collected/ {print "  unpacking"; fflush()}' \
+	  -e '.[$(1)]' 2>.venv/pip.log | awk '/^Collecting/ {print "  " $$2; fflush()} \
+	    /^Processing .*whl/ {sub(".*/", ""); print "  " $$1; fflush()} /^Installing collected/ {print "  unpacking"; fflush()}' \
 	  || { grep -v '^WARNING: Location' .venv/pip.log; exit 1; }
 	@touch $@
 endef
@@ -60,7 +61,7 @@ browser:
 
 # Pins what is installed now; triton and nvidia packages are left out, because torch's own builds pin them.
 constraints: .venv/installed-dev
-	$(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(nvidia|triton)' | sed 's/+cpu$$//' > constraints.txt
+	$(BIN)/python -m pip freeze --all --exclude-editable | grep -vE '^(nvidia|triton|pip==)' | sed 's/+cpu$$//' > constraints.txt
 
 clean:
 	rm -rf .venv build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
