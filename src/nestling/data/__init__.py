@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nestling.data import cifar10, digits
+from nestling.data import cifar10, digits, folder, synthetic
 from nestling.data.dataset import DataSet
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError, nearest
@@ -19,13 +19,13 @@ __all__ = ["DATASETS", "DataSet", "MemorySplit", "Split", "load"]
 DATASETS: dict[str, Callable[[DataRecipe, torch.device | str], DataSet]] = {
     "digits": digits.load,
     "cifar10": cifar10.load,
+    "folder": folder.load,
+    "synthetic": synthetic.load,
 }
 
 
 def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
     """The data set a recipe names, on the device."""
     if recipe.name not in DATASETS:
-        raise NestlingError(
-            f"unknown data set {recipe.name!r}; did you mean {nearest(recipe.name, DATASETS)}?"
-        )
+        raise NestlingError(f"unknown data set {recipe.name!r}; did you mean {nearest(recipe.name, DATASETS)}?")
     return DATASETS[recipe.name](recipe, device)

@@ -41,9 +41,7 @@ def augment(images: Tensor, offsets: Tensor, flips: Tensor, mean: Tensor, std: T
     images (n,C,H,W) uint8, offsets (n,2) int64, flips (n,) bool, mean and std (C,) -> (n,C,H,W) float32.
     """
     n, channels, height, width = images.shape
-    rows = (
-        torch.arange(height, device=images.device) + offsets[:, :1]
-    )  # (n,H): which row each output row shows
+    rows = torch.arange(height, device=images.device) + offsets[:, :1]  # (n,H): which row each output row shows
     columns = torch.arange(width, device=images.device).expand(n, width)
     columns = torch.where(flips[:, None], width - 1 - columns, columns) + offsets[:, 1:]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]

@@ -51,15 +51,11 @@ def read(root: Path, facts: Facts = CIFAR10) -> Images:
     path = root / FILE
     if not path.is_file():
         where = "" if root == cache() else f" --root {root}"
-        raise NestlingError(
-            f"CIFAR-10 is not prepared: there is no {path}; run: nestling data cifar10{where}"
-        )
+        raise NestlingError(f"CIFAR-10 is not prepared: there is no {path}; run: nestling data cifar10{where}")
     try:
         with safe_open(path, framework="pt") as file:
             found: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        images = Images(
-            found["train"], found["train_labels"].long(), found["test"], found["test_labels"].long()
-        )
+        images = Images(found["train"], found["train_labels"].long(), found["test"], found["test_labels"].long())
     except (SafetensorError, KeyError) as error:
         raise NestlingError(
             f"{path} is not a prepared CIFAR-10 ({error}); delete it and run: nestling data cifar10"
@@ -76,13 +72,9 @@ def check_counts(images: Images, what: str, facts: Facts = CIFAR10) -> None:
     }
     for part, (x, y, n) in parts.items():
         if x.dtype != torch.uint8 or tuple(x.shape[1:]) != (3, 32, 32):
-            raise NestlingError(
-                f"{what}: {part} images are {x.dtype} {tuple(x.shape[1:])}; expected uint8 (3, 32, 32)"
-            )
+            raise NestlingError(f"{what}: {part} images are {x.dtype} {tuple(x.shape[1:])}; expected uint8 (3, 32, 32)")
         if len(x) != n or len(y) != n:
-            raise NestlingError(
-                f"{what}: found {len(x)} {part} images and {len(y)} labels; expected {n} of each"
-            )
+            raise NestlingError(f"{what}: found {len(x)} {part} images and {len(y)} labels; expected {n} of each")
         counts = torch.bincount(y, minlength=10).tolist()
         if counts != [n // 10] * 10:
             raise NestlingError(f"{what}: {part} images per class are {counts}, not {n // 10} each")

@@ -77,13 +77,10 @@ def python_batch(content: bytes, what: str) -> Arrays:
             elif key == "labels" and isinstance(arg, int) and code.name.startswith("BININT"):
                 labels.append(arg)
     except (ValueError, UnicodeError, IndexError) as error:
-        raise NestlingError(
-            f"{what} is cut short or is not a CIFAR-10 batch ({error}); fetch it again"
-        ) from error
+        raise NestlingError(f"{what} is cut short or is not a CIFAR-10 batch ({error}); fetch it again") from error
     if not labels or len(pixels) != len(labels) * PIXELS:
         raise NestlingError(
-            f"{what} holds {len(labels)} labels and {len(pixels)} bytes of pixels; "
-            f"expected {PIXELS} bytes per label"
+            f"{what} holds {len(labels)} labels and {len(pixels)} bytes of pixels; expected {PIXELS} bytes per label"
         )
     array = np.frombuffer(pixels, dtype=np.uint8)
     rows = array.reshape(PIXELS, -1).T if by_column else array.reshape(-1, PIXELS)
@@ -102,13 +99,9 @@ def read_png(files: Mapping[str, bytes], what: str) -> Images:
             "reading the PNGs needs Pillow, which is not installed; run: pip install 'nestling[data]'"
         ) from error
     try:
-        labels = {
-            name: np.array(json.loads(files[name])) for name in ("train_lables.json", "test_lables.json")
-        }
+        labels = {name: np.array(json.loads(files[name])) for name in ("train_lables.json", "test_lables.json")}
     except ValueError as error:
-        raise NestlingError(
-            f"the labels in {what} are not JSON ({error}); fetch the package again"
-        ) from error
+        raise NestlingError(f"the labels in {what} are not JSON ({error}); fetch the package again") from error
     batches: dict[str, Arrays] = {}
     given = 0
     for name in PNG.files[:6]:

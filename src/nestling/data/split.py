@@ -98,18 +98,14 @@ def slices(n: int, batch: int, drop_last: bool) -> Iterator[tuple[int, int]]:
     return ((start, min(start + batch, end)) for start in range(0, end, batch))
 
 
-def check_batch(
-    batch: int, n: int, generator: torch.Generator | None, augment: bool | None, drop_last: bool
-) -> None:
+def check_batch(batch: int, n: int, generator: torch.Generator | None, augment: bool | None, drop_last: bool) -> None:
     """Refuse, before the first batch, an epoch that cannot be what was asked for."""
     if batch < 1:
         raise NestlingError(f"batch size {batch} is not possible; ask for at least 1")
     if drop_last and batch > n:
         raise NestlingError(f"no full batch of {batch} in a split of {n} images; lower train.batch")
     if augment and generator is None:
-        raise NestlingError(
-            "augmentation was asked for without a generator; pass generator=torch.Generator()"
-        )
+        raise NestlingError("augmentation was asked for without a generator; pass generator=torch.Generator()")
     if generator is not None and generator.device.type != "cpu":
         raise NestlingError(
             f"the generator lives on {generator.device}; pass a CPU one: its draws are moved to the device, "
