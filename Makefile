@@ -14,7 +14,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 DEMO := data,report
-DEV := data,report,dev
+DEV := data,report,export,compare,dev
 
 .PHONY: demo test check browser constraints clean
 
