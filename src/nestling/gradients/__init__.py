@@ -1,0 +1,10 @@
+"""Losses to one gradient row per task, and rows to `.grad`.
+
+`backward` is the whole of it for most users; `Accumulator` adds rows over micro-batches and combines once.
+"""
+
+from nestling.gradients.accumulate import Accumulator, backward
+from nestling.gradients.owners import SCOPES, Layout, Piece
+from nestling.gradients.rows import Blocks, Rows
+
+__all__ = ["SCOPES", "Accumulator", "Blocks", "Layout", "Piece", "Rows", "backward"]

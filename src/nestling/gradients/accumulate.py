@@ -1,0 +1,311 @@
+"""Losses to one gradient row per task, and from there to `.grad`: the only autograd calls of the library.
+
+In come scalar losses and parameters; each task's backward runs only through what its loss depends on. Rows of
+several micro-batches are added and combined once. Fills `.grad` (adding, as torch does) and nothing else: any
+optimizer, scheduler, clipping rule and parameter group follows. It does not know how rows are combined.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.gradients.checks import Named, Params, check_losses, explained, named, refuse_nonfinite
+from nestling.gradients.owners import Layout, Spec, from_masks, from_owners
+from nestling.gradients.reduce import Reduction, agree, group_of, refuse_wrapped
+from nestling.gradients.rows import Rows
+
+Owners = Mapping[str, Tensor] | Mapping[Tensor, Tensor]
+
+
+class Reported(Protocol):
+    """What a combiner hands back: at least its weights, (blocks, tasks), where it has any."""
+
+    @property
+    def weights(self) -> Tensor | None: ...
+
+    def stale(self) -> Self: ...
+
+
+R = TypeVar("R", bound=Reported)
+R_co = TypeVar("R_co", bound=Reported, covariant=True)
+
+
+class Combiner(Protocol[R_co]):
+    """Rows to update: `__call__` reads `rows.gram`, calls `rows.write` once and returns a report.
+
+    `fixed` gives weights (tasks,) that depend on no gradient, and the report that goes with them, or None: then
+    one weighted backward does the work of all.
+    """
+
+    def __call__(self, rows: Rows) -> R_co: ...
+
+    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, R_co] | None: ...
+
+
+class Scaler(Protocol):
+    """torch.amp.GradScaler, of which only `scale` is used."""
+
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+
+class Accumulator(Generic[R]):
+    """Per-task gradients of one set of parameters, kept from micro-batch to micro-batch, combined once.
+
+    `add` runs the backward passes, `fill` combines and adds the update to `.grad`; `backward` is both. Make one
+    before the loop and keep it: what can be planned is planned once.
+
+    owners: element-wise ownership (a nested net's `owners()`); without it the graph tells which task reaches which
+        parameter. A module with an `owners()` method is asked for it.
+    refresh: find the weights anew every so many steps; in between, one backward of the losses under the last
+        weights. Needs one weight per task: scope "all".
+    diagnose: get a row per task even where the method needs none (sgd, sgd-sum), for the report's sake.
+    reduce: average rows over the ranks when torch.distributed is initialised (False: never; or a process group).
+    scaler: with float16, the GradScaler; pass the losses unscaled and step the optimizer through the scaler.
+    check: refuse NaN and name the task; None means on a CPU only, since elsewhere it waits for the device.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        combine: Combiner[R],
+        *,
+        owners: Owners | None = None,
+        refresh: int = 1,
+        diagnose: bool = False,
+        reduce: "bool | dist.ProcessGroup" = True,
+        scaler: Scaler | None = None,
+        check: bool | None = None,
+    ) -> None:
+        if refresh < 1:
+            raise NestlingError(f"refresh is {refresh}: expected a number of steps, 1 or more")
+        self.named = named(params)
+        self.params = [p for _, p in self.named]
+        refuse_wrapped(self.params)
+        self.specs = tuple(Spec.of(p) for p in self.params)
+        self.device = self.params[0].device
+        self.combine = combine
+        self.owners = owners
+        self.refresh = refresh
+        self.diagnose = diagnose
+        self.group = group_of(reduce)
+        self.scaler = scaler
+        self.check = (self.device.type == "cpu" and scaler is None) if check is None else check
+        # Known from the start with owners, and after the first step between ranks; else found anew each step.
+        self.layout = _remembered(params, self.named, self.specs) if owners is None else None
+        self.steps = 0
+        self.last: R | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.micro = 0  # micro-batches added since the last fill
+        self.tasks = 0
+        self.stored: list[list[Tensor | None]] = []  # a row per task, or a single one of the weighted losses
+        self.lone: R | None = None  # the report that goes with a single row
+        self.pending: list[Reduction] = []
+        self.scale: Tensor | None = None
+
+    def backward(self, losses: Sequence[Tensor]) -> R:
+        """Add the losses' gradients and fill `.grad`: a whole step."""
+        self.add(losses, final=True)
+        return self.fill()
+
+    def add(self, losses: Sequence[Tensor], *, final: bool = False) -> None:
+        """Run the backward passes of one micro-batch and add its rows.
+
+        With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
+        """
+        check_losses(losses)
+        self._settle_tasks(len(losses))
+        if self.scaler is not None:  # scaling a one tells the scale without asking the device
+            self.scale = self.scaler.scale(torch.ones((), device=self.device))
+        weights = self._weights(len(losses))
+        if weights is not None:
+            self._add_weighted(losses, weights)
+        else:
+            early = self.group if final and self.layout is not None else None
+            for task, loss in enumerate(losses):
+                self._add_task(task, loss, retain=task < len(losses) - 1)
+                if early is not None:
+                    self.pending.append(Reduction(self.stored[task], early))
+        self.micro += 1
+
+    def fill(self) -> R:
+        """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""
+        if self.micro == 0:
+            raise NestlingError("fill found no rows: call add(losses) first")
+        layout = None if self.lone is not None else self._settle_layout()
+        if self.group is not None and not self.pending:
+            self.pending = [Reduction(row, self.group) for row in self.stored]
+        for reduction in self.pending:
+            reduction.wait()
+        try:
+            if self.lone is not None:
+                report = self.lone
+                self._put_lone()
+            else:
+                assert layout is not None
+                report = self.combine(Rows(self.params, layout, self.stored, scale=self.scale, check=self.check))
+        finally:
+            self._clear()
+        self._remember(report)
+        return report
+
+    def _settle_tasks(self, tasks: int) -> None:
+        if self.layout is None and self.owners is not None:
+            self.layout = from_owners(self.named, self.owners, tasks)
+        before = self.tasks if self.micro else self.layout.tasks if self.layout is not None else tasks
+        if before != tasks:
+            raise NestlingError(
+                f"found {tasks} losses, expected {before}: give one loss per task, the same tasks in every "
+                f"micro-batch and as many as the owners name"
+            )
+        if self.micro == 0:
+            self.tasks = tasks
+
+    def _weights(self, tasks: int) -> Tensor | None:
+        """Weights (tasks,) known before the gradients, if this step has them; decided at its first micro-batch."""
+        if self.micro and self.lone is None:
+            return None
+        fixed = None if self.diagnose else self.combine.fixed(tasks, self.device)
+        if fixed is not None:
+            self.lone = fixed[1]
+            return fixed[0]
+        if self.last is None or self.steps % self.refresh == 0:
+            return None
+        assert self.last.weights is not None
+        self.lone = self.last.stale()
+        return self.last.weights[0]
+
+    def _remember(self, report: R) -> None:
+        self.steps += 1
+        if self.refresh > 1:
+            if report.weights is None or report.weights.shape[0] != 1:
+                raise NestlingError(
+                    f"refresh={self.refresh} needs one weight per task, but this method and scope give one per "
+                    f"block of parameters: use scope='all', or refresh=1"
+                )
+            self.last = report
+
+    def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor) -> None:
+        """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
+        if self.check:
+            refuse_nonfinite(losses)
+        seeds = [w.to(loss).view(loss.shape) for w, loss in zip(weights.unbind(), losses, strict=True)]
+        if self.scale is not None:
+            seeds = [seed * self.scale.to(seed) for seed in seeds]
+        before = [p.grad for p in self.params]
+        row = self.stored[0] if self.stored else [None] * len(self.params)
+        for p, grad in zip(self.params, row, strict=True):
+            p.grad = grad
+        try:
+            torch.autograd.backward(list(losses), seeds, inputs=self.params)
+        finally:
+            self.stored = [[p.grad for p in self.params]]
+            for p, grad in zip(self.params, before, strict=True):
+                p.grad = grad
+
+    @torch.no_grad()
+    def _put_lone(self) -> None:
+        for p, grad in zip(self.params, self.stored[0], strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+    def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
+        if self.micro == 0 and task == 0:
+            self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
+        boxes = self.layout.boxes[task] if self.layout is not None else None
+        wanted = [i for i in range(len(self.params)) if boxes is None or boxes[i] is not None]
+        seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
+        try:
+            grads = torch.autograd.grad(
+                loss, [self.params[i] for i in wanted], grad_outputs=seed, retain_graph=retain, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise explained(error, task) from error
+        row = self.stored[task]
+        for i, grad in zip(wanted, grads, strict=True):
+            kept = self._kept(i, grad, task)
+            before = row[i]
+            # Autograd may hand one tensor to several parameters: what it gave is never added to in place.
+            if kept is None:
+                continue
+            if before is None:
+                row[i] = kept if self.micro == 0 else kept.clone()
+            elif self.micro == 1:
+                row[i] = before + kept
+            else:
+                before.add_(kept)
+
+    def _kept(self, index: int, grad: Tensor | None, task: int) -> Tensor | None:
+        """A gradient in memory order, contiguous, cut to what the task owns."""
+        spec = self.specs[index]
+        box = self.layout.boxes[task][index] if self.layout is not None else None
+        if grad is None:
+            if box is None:
+                return None
+            return self.params[index].new_zeros([stop - start for start, stop in box])
+        if not spec.plain:
+            grad = grad.permute(spec.memory)
+        if box is not None and any(side != (0, size) for side, size in zip(box, spec.stored, strict=True)):
+            grad = grad[tuple(slice(start, stop) for start, stop in box)]
+        return grad.contiguous()
+
+    def _settle_layout(self) -> Layout:
+        """Who owns what: known, or read off the rows; ranks agree on it once."""
+        if self.layout is not None:
+            return self.layout
+        bits = [[row[i] is not None for row in self.stored] for i in range(len(self.params))]
+        masks = [sum(1 << t for t, bit in enumerate(owns) if bit) for owns in bits]
+        if self.group is None:
+            return from_masks(self.specs, tuple(masks), self.tasks)
+        masks = agree(masks, self.tasks, self.device, self.group)
+        self.layout = from_masks(self.specs, tuple(masks), self.tasks)
+        for task, row in enumerate(self.stored):
+            for i in range(len(row)):
+                if row[i] is None:  # another rank's parameter: a zero here
+                    row[i] = self._kept(i, None, task)
+        return self.layout
+
+
+def backward(
+    losses: Sequence[Tensor],
+    params: Params,
+    combine: Combiner[R],
+    *,
+    owners: Owners | None = None,
+    diagnose: bool = False,
+    reduce: "bool | dist.ProcessGroup" = True,
+    scaler: Scaler | None = None,
+    check: bool | None = None,
+) -> R:
+    """Combine the gradients of several losses into `.grad`: takes the place of `sum(losses).backward()`.
+
+    `params`: a module or its parameters; the options are those of Accumulator, which does the same with less
+    planning per step. Adds to `.grad` as torch does, so call `optimizer.zero_grad()` as always.
+    """
+    once = Accumulator(params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check)
+    return once.backward(losses)
+
+
+_layouts: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Layout]]" = weakref.WeakKeyDictionary()
+
+
+def _remembered(params: Params, parameters: Named, specs: tuple[Spec, ...]) -> Layout | None:
+    """The layout of a net that knows its owners; costly to plan, so kept as long as the net lives."""
+    owners = getattr(params, "owners", None)
+    if not isinstance(params, nn.Module) or not callable(owners):
+        return None
+    names = tuple((name, spec) for (name, _), spec in zip(parameters, specs, strict=True))
+    kept = _layouts.get(params)
+    if kept is not None and kept[0] == names:
+        return kept[1]
+    given: Mapping[str, Tensor] = owners()
+    tasks = max((int(mask.max()).bit_length() for mask in given.values() if mask.numel()), default=1)
+    layout = from_owners(parameters, given, tasks)
+    _layouts[params] = (names, layout)
+    return layout

@@ -1,0 +1,113 @@
+"""Refusing wrong use in words: what was found, what was expected, what to do.
+
+In come parameters and losses as a user gives them; out come trainable parameters with names, or a NestlingError.
+Knows the failures of torch that per-task backward passes meet.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.gradients.owners import MOST_TASKS
+from nestling.gradients.reduce import refuse_wrapped
+
+Named = list[tuple[str, Tensor]]
+Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def named(params: Params) -> Named:
+    """Trainable parameters with names, each once, checked."""
+    if isinstance(params, nn.parallel.DistributedDataParallel):
+        refuse_wrapped(list(params.parameters()))
+    listed = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
+    found: Named = []
+    for index, entry in enumerate(listed):
+        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+        if not isinstance(tensor, Tensor):
+            raise NestlingError(
+                f"params holds a {type(tensor).__name__} at place {index}: expected tensors, "
+                f"(name, tensor) pairs or a module, such as model.parameters()"
+            )
+        found.append((name, tensor))
+    trainable = list({id(p): (name, p) for name, p in found if p.requires_grad}.values())
+    if not trainable:
+        raise NestlingError(
+            f"none of the {len(found)} parameters needs a gradient: expected at least one with "
+            f"requires_grad=True; unfreeze some, or pass the right model's parameters"
+        )
+    for name, p in trainable:
+        if not p.is_leaf:
+            raise NestlingError(
+                f"{name} is the result of an operation, not a leaf: expected parameters, whose "
+                f".grad an optimizer reads; pass the tensors it was made from"
+            )
+    if len({p.device for _, p in trainable}) > 1:
+        places = ", ".join(sorted({str(p.device) for _, p in trainable}))
+        raise NestlingError(
+            f"the parameters lie on several devices ({places}): expected one; call backward once "
+            f"per device, or move the model"
+        )
+    return trainable
+
+
+def check_losses(losses: Sequence[Tensor]) -> None:
+    """Raise unless these are one or more scalar losses that hang on a graph."""
+    if isinstance(losses, Tensor):
+        raise NestlingError(
+            f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
+            f"per task; a stacked vector of losses can be passed as list(losses)"
+        )
+    if not 1 <= len(losses) <= MOST_TASKS:
+        raise NestlingError(f"found {len(losses)} losses: expected 1 to {MOST_TASKS}, one per task")
+    for task, loss in enumerate(losses):
+        if not isinstance(loss, Tensor):
+            raise NestlingError(
+                f"the loss of task {task} is a {type(loss).__name__}: expected a scalar tensor "
+                f"straight from the graph (no .item())"
+            )
+        if loss.numel() != 1:
+            raise NestlingError(
+                f"the loss of task {task} has shape {tuple(loss.shape)}: expected a scalar; take its mean or sum first"
+            )
+        if not loss.requires_grad:
+            raise NestlingError(
+                f"the loss of task {task} has no graph: expected one that depends on the "
+                f"parameters; was it made under no_grad, detached, or from a model in which "
+                f"everything is frozen?"
+            )
+
+
+def refuse_nonfinite(losses: Sequence[Tensor]) -> None:
+    bad = [
+        str(task)
+        for task, good in enumerate(torch.stack([loss.detach() for loss in losses]).isfinite().tolist())
+        if not good
+    ]
+    if bad:
+        raise NestlingError(
+            f"the loss of task {', '.join(bad)} (counted from 0) is NaN or infinite; the others are finite. `.grad` "
+            f"was left alone: look at that task's data and output, or lower the learning rate"
+        )
+
+
+def explained(error: RuntimeError, task: int) -> Exception:
+    """Say what to do about the failures of torch that per-task backward meets."""
+    text = str(error)
+    if "donated buffer" in text:
+        return NestlingError(
+            f"task {task}: a compiled part gave its buffers away after one backward, but every task needs them. "
+            f"Set torch._functorch.config.donated_buffer = False before compiling, and compile per stage"
+        )
+    if "second time" in text:
+        return NestlingError(
+            f"task {task}: its graph was already freed. Expected losses of one fresh forward pass: do not call "
+            f".backward() on them before, and do not use a loss twice"
+        )
+    if "Checkpointing is not compatible" in text or ("checkpoint" in text and "use_reentrant" in text):
+        return NestlingError(
+            f"task {task}: reentrant activation checkpointing cannot give per-task gradients. Use "
+            f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+    return error

@@ -1,0 +1,81 @@
+"""The mean of a task's gradient over all ranks, started early and waited for late.
+
+In comes one row (a list of tensors); it is laid flat, reduced with plain `torch.distributed` while the next
+task's backward runs, and handed back as views of the flat buffer. Ranks reduce rows first and project after:
+the other order is wrong. Also: refusing DistributedDataParallel, whose hooks never see per-task gradients.
+"""
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nestling.errors import NestlingError
+
+
+def group_of(reduce: "bool | dist.ProcessGroup") -> "dist.ProcessGroup | None":
+    """The group to average over: the default one when there is one, or the one given; None for a lone process."""
+    if reduce is False or not dist.is_available() or not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if reduce is True else reduce
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+class Reduction:
+    """A row on its way: `wait` puts the averaged tensors back in their places."""
+
+    def __init__(self, row: list[Tensor | None], group: dist.ProcessGroup) -> None:
+        self.row = row
+        self.sent: list[tuple[list[int], list[torch.Size], Tensor, dist.Work]] = []
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(row):
+            if tensor is not None:
+                kinds.setdefault(tensor.dtype, []).append(index)
+        for places in kinds.values():
+            tensors = [tensor for tensor in (row[i] for i in places) if tensor is not None]
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            flat.div_(dist.get_world_size(group))  # before the sum, as DistributedDataParallel does: no overflow
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            assert work is not None
+            self.sent.append((places, [tensor.shape for tensor in tensors], flat, work))
+            for i in places:  # the row lives in the flat buffer from here on
+                row[i] = None
+
+    def wait(self) -> None:
+        for places, shapes, flat, work in self.sent:
+            work.wait()
+            parts = flat.split([shape.numel() for shape in shapes])
+            for i, shape, part in zip(places, shapes, parts, strict=True):
+                self.row[i] = part.view(shape)
+
+
+def agree(masks: Sequence[int], tasks: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    """Owner masks joined over all ranks: a parameter may be used on one rank and not on another."""
+    bits = torch.tensor([[mask >> t & 1 for t in range(tasks)] for mask in masks], dtype=torch.int32)
+    bits = bits.to(device)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return [sum(bit << t for t, bit in enumerate(row)) for row in bits.tolist()]
+
+
+_cleared: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
+
+
+def refuse_wrapped(params: Sequence[Tensor]) -> None:
+    """Raise if a live DistributedDataParallel wraps any of these parameters. Looks once per first parameter."""
+    if not (dist.is_available() and dist.is_initialized()) or _cleared.get(id(params[0])) is params[0]:
+        return
+    ours = {id(p) for p in params}
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    if any(id(p) in ours for wrapper in wrappers for p in wrapper.parameters()):
+        raise NestlingError(
+            "these parameters belong to a model wrapped in DistributedDataParallel, which averages only what one "
+            "backward of one loss accumulates and so skips per-task gradients: found a wrapper, expected the bare "
+            "module. Drop the wrapper (and every reference to it): nestling.backward averages each task's gradient "
+            "over the ranks itself, before combining. Start all ranks from equal weights, e.g. the same seed or "
+            "torch.distributed.broadcast"
+        )
+    _cleared[id(params[0])] = params[0]
