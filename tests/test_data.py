@@ -201,8 +201,9 @@ def test_choice_is_disjoint_and_a_limit_never_moves_the_held_out_part(n: int, va
     kept, held = choose(n, recipe)
     assert len(kept) == (limit or n - validation) and len(held) == validation
     assert len(set(kept.tolist()) | set(held.tolist())) == len(kept) + len(held)
-    everything, held_without_limit = choose(n, replace(recipe, limit=0))
-    assert torch.equal(held, held_without_limit) and torch.equal(kept, everything[: len(kept)])
+    everything, held_without_limit = choose(n, replace(recipe, limit=n - validation))
+    assert torch.equal(held, held_without_limit)
+    assert torch.equal(kept, everything[: len(kept)] if validation or limit else torch.arange(n))
 
 
 def test_the_fixed_shuffle_is_fixed() -> None:

@@ -70,7 +70,12 @@ class Search:
         if not self.root.is_dir():
             raise NestlingError(f"there is no folder {self.root}")
         if (self.root / FILE).exists():
-            return Found(read(self.root, self.facts), str(self.root / FILE))
+            try:
+                images = read(self.root, self.facts)
+                verify(images, str(self.root / FILE), self.facts)
+                return Found(images, str(self.root / FILE))
+            except NestlingError as error:
+                self.say(f"  {error}")  # and make it again, from what else there is
         for form in FORMS:
             for place in (self.root, self.root / form.folder):
                 if all((place / name).is_file() for name in form.files):

@@ -4,7 +4,9 @@ Comes in: a data set's name and where to look. Goes out: counts, channel means a
 What it does meanwhile it says on stderr. Trains nothing.
 """
 
+import math
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -53,9 +55,11 @@ def check_folder(root: str, workers: int, skip_unreadable: bool) -> dict[str, ob
     skipped: dict[str, str] = {}
     for split in (data.train, data.test):
         assert isinstance(split, FolderSplit)
-        batches = split.batches(64)
-        for _ in track(batches, f"reading {split.files[0]} ...", (len(split) + 63) // 64, console=Console(stderr=True)):
-            pass
+        title, console = f"reading {len(split):,} pictures", Console(stderr=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what was skipped is told below
+            for _ in track(split.batches(64), title, math.ceil(len(split) / 64), console=console):
+                pass
         skipped |= split.skipped
     if skipped and not skip_unreadable:
         some = "; ".join(f"{file} ({reason})" for file, reason in list(skipped.items())[:5])

@@ -79,6 +79,8 @@ def choose(n: int, recipe: DataRecipe) -> tuple[Tensor, Tensor]:
             f"data.limit={recipe.limit} is more than the {n - recipe.validation} training images of "
             f"{recipe.name} ({n}, less data.validation={recipe.validation}); 0 means all"
         )
+    if not recipe.validation and not recipe.limit:
+        return torch.arange(n), torch.arange(0)  # all of them, in their own order
     shuffle = torch.from_numpy(fixed_shuffle(n))
     return shuffle[: recipe.limit or n - recipe.validation], shuffle[n - recipe.validation :]
 
