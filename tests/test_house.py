@@ -23,7 +23,6 @@ FLOW = """
     combine
     evaluate
     recipes
-    engine
     train
     cost
     deadline profile

@@ -1,0 +1,153 @@
+"""How good every stage is: error, loss, calibration, and how later stages repair or break earlier answers.
+
+In: a network and a split, or the logits it gave. Out: plain dicts (results.json) and the logits themselves
+(outputs.safetensors), from which reports and deadline studies are made. It trains nothing and measures no time.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from nestling.data import DataSet, Split, load
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet, Plan, build
+from nestling.rundir import RESULTS, WEIGHTS, RunDir
+
+OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
+BINS = 15  # of the expected calibration error
+PICTURES = 48  # in the gallery
+
+
+@torch.no_grad()
+def answers(net: NestedNet, split: Split, batch: int = 1000) -> tuple[Tensor, Tensor]:
+    """Logits (stages, N, classes) in float32 and labels (N), both on the split's device."""
+    training = net.training
+    net.eval()
+    kept: list[Tensor] = []
+    labels: list[Tensor] = []
+    for x, y in split.batches(batch):
+        kept.append(torch.stack(net(x)).float())
+        labels.append(y)
+    net.train(training)
+    return torch.cat(kept, 1), torch.cat(labels)
+
+
+def errors(logits: Tensor, labels: Tensor) -> Tensor:
+    """Error of each stage, (stages,), on the device: no synchronisation."""
+    return (logits.argmax(2) != labels).float().mean(1)
+
+
+def calibration(logits: Tensor, labels: Tensor) -> float:
+    """Expected calibration error of one stage: |confidence - accuracy| in equal bins, weighted by how many fall in."""
+    confidence, answer = logits.double().softmax(1).max(1)
+    right = (answer == labels).double()
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    gap = torch.zeros(BINS, dtype=torch.float64, device=logits.device)
+    gap.index_add_(0, bins, confidence - right)
+    return float(gap.abs().sum() / len(labels))
+
+
+def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
+    """Everything results.json says about the stages."""
+    wrong = logits.argmax(2) != labels
+    stages = []
+    for index, stage in enumerate(plan.answering):
+        stages.append(
+            {
+                "stage": stage,
+                "size": plan.sizes[index],
+                "error": float(wrong[index].double().mean()),
+                "loss": float(F.cross_entropy(logits[index].double(), labels)),
+                "ece": calibration(logits[index], labels),
+                "macs": plan.macs(stage),
+                "params": plan.params(stage),
+            }
+        )
+    transitions = [
+        {
+            "from": plan.answering[i],
+            "to": plan.answering[i + 1],
+            "repaired": float((wrong[i] & ~wrong[i + 1]).double().mean()),
+            "broken": float((~wrong[i] & wrong[i + 1]).double().mean()),
+        }
+        for i in range(len(stages) - 1)
+    ]
+    return {"stages": stages, "transitions": transitions}
+
+
+def evaluate(net: NestedNet, data: DataSet, split: str = "test") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """results.json of a network, and the tensors behind it."""
+    logits, labels = answers(net, data.test)
+    found = {
+        "network": net.plan.name,
+        "data": data.name,
+        "split": split,
+        "n": len(labels),
+        "classes": list(data.classes),
+        **judge(logits, labels, net.plan),
+    }
+    return found, {"logits": logits, "labels": labels}
+
+
+def gallery(logits: Tensor, labels: Tensor, count: int = PICTURES) -> Tensor:
+    """Indices of test images worth looking at: equally many from each "first stage that is right and stays right"."""
+    right = (logits.argmax(2) == labels).cpu()
+    stages = len(right)
+    # settled[i] = the first stage from which on every answer is right; `stages` where the last one is wrong
+    steady = right.flip(0).cummin(0).values.flip(0)
+    settled = stages - steady.sum(0)
+    each = -(-count // (stages + 1))
+    chosen = [torch.nonzero(settled == stage).flatten()[:each] for stage in range(stages + 1)]
+    return torch.cat(chosen)[:count].sort().values
+
+
+def store(run: RunDir, net: NestedNet, data: DataSet, split: str) -> dict[str, Any]:
+    """Evaluate and leave results.json, outputs and gallery in the run folder."""
+    found, tensors = evaluate(net, data, split)
+    run.save_tensors(OUTPUTS, tensors)
+    indices = gallery(tensors["logits"], tensors["labels"])
+    run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices})
+    run.write_json(RESULTS, found)
+    return found
+
+
+def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
+    """The network of a run folder with its weights, and its data."""
+    run = RunDir.open(path)
+    recipe = run.read_recipe()
+    if not run.has(WEIGHTS):
+        raise NestlingError(
+            f"{run.path} has no {WEIGHTS} yet: the run did not finish. Resume it with --resume {run.path}."
+        )
+    data = load(recipe.data, device)
+    net = build(recipe.network, classes=len(data.classes), shape=data.shape).to(device)
+    run.load_weights(net)
+    return run, net.eval(), data
+
+
+def command(run: str, device: str = "cpu") -> dict[str, Any]:
+    """Error, loss and calibration of every stage of a run, measured anew and stored with it.
+
+    Args:
+        run: the run's folder.
+        device: cpu or cuda.
+    """
+    folder, net, data = trained(run, device)
+    split = "validation" if folder.read_recipe().data.validation else "test"
+    return {"run": str(folder.path), **store(folder, net, data, split)}
+
+
+def show(result: dict[str, Any]) -> Table:
+    """A row per stage, for people."""
+    title = f"{result['network']} on {result['data']} ({result['split']}, n={result['n']})"
+    table = Table("stage", "size", "error %", "loss", "ECE %", "MACs", "repaired %", "broken %", title=title)
+    moves = {move["to"]: move for move in result["transitions"]}
+    for row in result["stages"]:
+        move = moves.get(row["stage"])
+        changes = (f"{100 * move['repaired']:.2f}", f"{100 * move['broken']:.2f}") if move else ("", "")
+        error, ece = f"{100 * row['error']:.2f}", f"{100 * row['ece']:.2f}"
+        table.add_row(str(row["stage"]), row["size"], error, f"{row['loss']:.3f}", ece, f"{row['macs']:,}", *changes)
+    return table

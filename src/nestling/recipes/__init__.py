@@ -1,0 +1,42 @@
+"""The named runs. A run is a function that returns a complete Recipe; a variant changes a few fields of another.
+
+In: a name, or a path to a recipe.json. Out: a Recipe. `nestling train NAME --set key=value` changes any field.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nestling.errors import NestlingError, nearest
+from nestling.recipe import Recipe, from_json
+from nestling.recipes import cifar10, digits, imagenet
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "digits-width": digits.width,
+    "digits-even": digits.even,
+    "digits-depth": digits.depth,
+    "digits-alternate": digits.alternate,
+    "digits-together": digits.together,
+    "digits-cascade": digits.cascade,
+    "cifar10-width": cifar10.width,
+    "cifar10-even": cifar10.even,
+    "cifar10-depth": cifar10.depth,
+    "cifar10-alternate": cifar10.alternate,
+    "cifar10-together": cifar10.together,
+    "cifar10-cascade": cifar10.cascade,
+    "imagenet-width": imagenet.width,
+    "imagenet-depth": imagenet.depth,
+}
+
+
+def named(name: str) -> Recipe:
+    """The recipe of that name, or the one in that file."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    path = Path(name)
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise NestlingError(
+                f"there is no recipe file {path}; give a file that exists, or one of {', '.join(RECIPES)}."
+            )
+        return from_json(path.read_text(encoding="utf-8"))
+    raise NestlingError(f"unknown recipe {name!r}; did you mean {nearest(name, RECIPES)}? Known: {', '.join(RECIPES)}.")

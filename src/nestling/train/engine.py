@@ -1,0 +1,166 @@
+"""Engines: how the steps of an epoch are carried out. The step itself is the same in both.
+
+`Eager` calls it batch by batch, on any device, from any split. `Graph` captures one whole step on CUDA (fetching and
+augmenting the batch, forward, backward, combining, update) and replays it: no Python, no waiting between steps. Both
+leave every step's losses in a tensor on the device. Engines know neither files nor schedules; rates come in as numbers.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nestling.data import MemorySplit, Split
+from nestling.data.augment import augment
+from nestling.errors import NestlingError
+from nestling.gradients.reduce import group_of
+from nestling.recipe import TrainRecipe
+from nestling.train.step import Step
+
+
+def steps_per_epoch(split: Split, batch: int) -> int:
+    """Full batches only: every step then sees the same number of images, as a captured graph must."""
+    if len(split) < batch:
+        raise NestlingError(f"train.batch={batch} is more than the {len(split)} training images; lower train.batch.")
+    return len(split) // batch
+
+
+class Eager:
+    """Step by step from Python."""
+
+    def __init__(self, step: Step, split: Split, batch: int) -> None:
+        self.step, self.split, self.batch = step, split, batch
+        self.steps = steps_per_epoch(split, batch)
+        self.diagnosed: list[Tensor] = []
+
+    def epoch(self, generator: torch.Generator, rates: list[float]) -> Iterator[int]:
+        """Run one epoch, yielding after every step; afterwards `losses` is (steps, stages)."""
+        kept: list[Tensor] = []
+        for index, (x, y) in enumerate(self.split.batches(self.batch, generator, drop_last=True)):
+            set_rate(self.step.optimizer, rates[index])
+            kept.append(self.step(*share(x, y)))
+            yield index
+        self.losses = torch.stack(kept)
+
+
+class Graph:
+    """One captured step, replayed. Needs CUDA and images that lie in its memory."""
+
+    def __init__(self, step: Step, split: MemorySplit, batch: int) -> None:
+        self.step, self.split, self.batch = step, split, batch
+        self.steps = steps_per_epoch(split, batch)
+        device = split.images.device
+        stages = len(step.net.plan.heads)
+        n = self.steps * batch
+        self.order = torch.arange(n, device=device).view(self.steps, batch)
+        self.offsets = torch.zeros(self.steps, batch, 2, dtype=torch.int64, device=device)
+        self.flips = torch.zeros(self.steps, batch, dtype=torch.bool, device=device)
+        self.rates = torch.zeros(self.steps, device=device)
+        self.losses = torch.zeros(self.steps, stages, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.graph = self._capture()
+
+    def _batch(self) -> Tensor:
+        """The step that is captured: everything it needs is found through the counter, on the device."""
+        at = self.counter
+        chosen = self.order.index_select(0, at)[0]
+        offsets, flips = self.offsets.index_select(0, at)[0], self.flips.index_select(0, at)[0]
+        x = augment(self.split.images[chosen], offsets, flips, self.split.mean, self.split.std)
+        for group in self.step.optimizer.param_groups:
+            group["lr"].copy_(self.rates.index_select(0, at)[0])
+        losses = self.step(x, self.split.labels[chosen])
+        self.losses.index_copy_(0, at, losses[None])
+        self.counter += 1
+        return losses
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Warm up (libraries choose their kernels), put everything back, capture."""
+        before = snapshot(self.step)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self.counter.zero_()
+                self._batch()
+            restore(self.step, before)
+            self.counter.zero_()
+            self.stream.synchronize()
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._batch()
+            restore(self.step, before)
+            self.counter.zero_()
+        self.stream.synchronize()
+        return graph
+
+    def epoch(self, generator: torch.Generator, rates: list[float]) -> Iterator[int]:
+        drawn = self.split.epoch(generator)
+        n = self.steps * self.batch
+        with torch.cuda.stream(self.stream):
+            self.order.copy_(drawn.order[:n].view_as(self.order))
+            self.offsets.copy_(drawn.offsets[:n].view_as(self.offsets))
+            self.flips.copy_(drawn.flips[:n].view_as(self.flips))
+            self.rates.copy_(torch.tensor(rates))
+            self.counter.zero_()
+        for index in range(self.steps):
+            with torch.cuda.stream(self.stream):
+                self.graph.replay()
+            yield index
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def share(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of a batch; all of it in a lone process."""
+    group = group_of(True)
+    if group is None:
+        return x, y
+    rank, world = group.rank(), group.size()
+    if len(x) % world:
+        raise NestlingError(
+            f"train.batch={len(x)} cannot be shared equally by {world} ranks; use a multiple of {world}."
+        )
+    return x[rank::world], y[rank::world]
+
+
+def tensors_of(step: Step) -> list[Tensor]:
+    """Everything a step changes: weights, statistics, momentum, averages."""
+    found = list(step.net.state_dict().values())
+    for state in step.optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, Tensor)]
+    return found + list(step.average.kept.values() if step.average else ())
+
+
+def snapshot(step: Step) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors_of(step)]
+
+
+@torch.no_grad()
+def restore(step: Step, before: list[Tensor]) -> None:
+    """Put a snapshot back. Momentum that did not exist then becomes zero, which is what it was."""
+    now = tensors_of(step)
+    kept = len(list(step.net.state_dict().values()))
+    extra = len(now) - len(before)
+    for tensor, old in zip(now[:kept] + now[kept + extra :], before, strict=True):
+        tensor.copy_(old)
+    for tensor in now[kept : kept + extra]:
+        tensor.zero_()
+
+
+def choose(step: Step, split: Split, train: TrainRecipe) -> "Eager | Graph":
+    """The recipe's engine; "auto" is graph wherever it can be had."""
+    on_cuda = step.device.type == "cuda"
+    able = on_cuda and isinstance(split, MemorySplit) and group_of(True) is None
+    if train.engine == "graph" and not able:
+        why = "this run is on the CPU" if not on_cuda else "images are streamed, or several processes train together"
+        raise NestlingError(f"train.engine=graph cannot be used: {why}. Use train.engine=auto or eager.")
+    if able and train.engine != "eager" and isinstance(split, MemorySplit):
+        return Graph(step, split, train.batch)
+    return Eager(step, split, train.batch)
