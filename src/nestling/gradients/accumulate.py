@@ -220,6 +220,8 @@ class Accumulator(Generic[R]):
             self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
         boxes = self.layout.boxes[task] if self.layout is not None else None
         wanted = [i for i in range(len(self.params)) if boxes is None or boxes[i] is not None]
+        if not wanted:
+            return
         seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
         try:
             grads = torch.autograd.grad(

@@ -187,7 +187,9 @@ def _cuts(mask: Tensor, dim: int) -> list[int]:
     size = mask.shape[dim]
     if size < 2 or mask.stride(dim) == 0:  # a broadcast dimension never changes
         return [0, size]
-    change = (mask.narrow(dim, 1, size - 1) != mask.narrow(dim, 0, size - 1)).movedim(dim, 0).flatten(1).any(1)
+    change = (
+        (mask.narrow(dim, 1, size - 1) != mask.narrow(dim, 0, size - 1)).movedim(dim, 0).reshape(size - 1, -1).any(1)
+    )
     return [0, *(change.nonzero().flatten() + 1).tolist(), size]
 
 
