@@ -135,8 +135,8 @@ class NestedLinear(nn.Linear):
 class NestedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm with births. Statistics are per channel, so one set of them is exact for every stage."""
 
-    def __init__(self, births: Births, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        super().__init__(len(births), eps, momentum)
+    def __init__(self, births: Births, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
+        super().__init__(len(births), eps, momentum, affine)
         self.births = births
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -145,12 +145,21 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
                 f"batch norm takes (N, C) or (N, C, H, W); found a tensor of shape {tuple(input.shape)}."
             )
 
+    def forward(self, input: Tensor) -> Tensor:
+        """As torch's, without counting batches: momentum is fixed, and a count per layer is a kernel per layer."""
+        self._check_input_dim(input)
+        kept = self.training and not self.track_running_stats  # batch statistics, and nothing is remembered of them
+        mean, var = (None, None) if kept else (self.running_mean, self.running_var)
+        assert self.momentum is not None
+        return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+
     def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
         """Normalise the channels of one stage; when training, update their running statistics and no others."""
         mean, var = self.running_mean, self.running_var
         assert mean is not None and var is not None and self.momentum is not None
         mean, var = mean[cut.rows], var[cut.rows]
-        y = F.batch_norm(x, mean, var, self.weight[cut.rows], self.bias[cut.rows], training, self.momentum, self.eps)
+        weight, bias = affine_rows(self, cut)
+        y = F.batch_norm(x, mean, var, weight, bias, training, self.momentum, self.eps)
         if training and not isinstance(cut.rows, slice):  # an index made copies: put them back
             self.running_mean[cut.rows] = mean  # type: ignore[index]
             self.running_var[cut.rows] = var  # type: ignore[index]
@@ -163,7 +172,7 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
 class NestedGroupNorm(nn.GroupNorm):
     """Group norm whose groups lie inside stripes: a group never mixes channels of different births."""
 
-    def __init__(self, births: Births, groups: int, eps: float = 1e-5) -> None:
+    def __init__(self, births: Births, groups: int, eps: float = 1e-5, affine: bool = True) -> None:
         if len(births) % groups:
             raise NestlingError(f"group norm: {len(births)} channels cannot be cut into {groups} equal groups.")
         size = len(births) // groups
@@ -174,12 +183,32 @@ class NestedGroupNorm(nn.GroupNorm):
                     f"group norm: group {group} of {groups} holds channels born at stages {sorted(found)}, so an early stage "
                     "would depend on later ones. Use groups that lie inside stripes."
                 )
-        super().__init__(groups, len(births), eps)
+        super().__init__(groups, len(births), eps, affine)
         self.births = births
 
     def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
         groups = x.shape[1] // (self.num_channels // self.num_groups)
-        return F.group_norm(x, groups, self.weight[cut.rows], self.bias[cut.rows], self.eps)
+        weight, bias = affine_rows(self, cut)
+        return F.group_norm(x, groups, weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, births={describe_births(self.births)}"
+
+
+class NestedPReLU(nn.PReLU):
+    """PReLU with a slope for every channel, so that each slope has a birth."""
+
+    def __init__(self, births: Births) -> None:
+        super().__init__(len(births))
+        self.births = births
+
+    def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
+        return F.prelu(x, self.weight[cut.rows])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, births={describe_births(self.births)}"
+
+
+def affine_rows(layer: nn.BatchNorm2d | nn.GroupNorm, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
+    """Scale and shift of one stage's channels, None where the norm has none."""
+    return (layer.weight[cut.rows], layer.bias[cut.rows]) if layer.affine else (None, None)

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.layers import Cut, NestedBatchNorm2d, NestedConv2d, NestedGroupNorm, NestedLinear, as_index
+from nestling.nets.layers import (
+    Cut,
+    NestedBatchNorm2d,
+    NestedConv2d,
+    NestedGroupNorm,
+    NestedLinear,
+    NestedPReLU,
+    as_index,
+)
 from nestling.nets.plan import WEIGHTED, Node, Plan, Run, Step
 
 State = tuple[Tensor, ...]
@@ -25,7 +33,14 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "maxpool3": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
     "mean": lambda x: x.mean((2, 3)),
 }
-ZIPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "mul": torch.mul}
+ZIPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def make_layer(plan: Plan, node: Node) -> nn.Module | None:
@@ -38,8 +53,16 @@ def make_layer(plan: Plan, node: Node) -> nn.Module | None:
     if node.op == "linear":
         return NestedLinear(plan.by_name[node.reads[0]].births, node.births, node.bias)
     if node.op == "norm":
-        return NestedBatchNorm2d(node.births) if node.function == "batch" else NestedGroupNorm(node.births, node.groups)
+        return make_norm(node)
     return None
+
+
+def make_norm(node: Node) -> nn.Module:
+    if node.function == "batch":
+        return NestedBatchNorm2d(node.births, node.eps, node.momentum, node.affine)
+    if node.function == "group":
+        return NestedGroupNorm(node.births, node.groups, node.eps, node.affine)
+    return NestedPReLU(node.births)
 
 
 def attach(root: nn.Module, path: str, layer: nn.Module) -> None:
@@ -143,18 +166,7 @@ class NestedNet(nn.Module):
         given = {n.name: self.layer(n.name) for n in plan.nodes if n.function == "module"}
         small = NestedNet(plan, given).to(next(self.parameters()))
         small.train(self.training)
-        mine = self.state_dict()
-        cut = {}
-        for node in plan.nodes:
-            keys = [key for key in small.state_dict() if key.rpartition(".")[0] == node.name]
-            for key in keys:
-                value = mine[key]
-                if value.dim() and node.function != "module":
-                    value = value[torch.tensor(kept[node.name], device=value.device)]
-                    if key.endswith(".weight") and node.op in WEIGHTED:
-                        value = take_columns(value, kept_columns(self.plan, node, kept))
-                cut[key] = value
-        small.load_state_dict(cut)
+        small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
 
     def reset(self, generator: torch.Generator) -> "NestedNet":
@@ -252,6 +264,21 @@ def make_cut(plan: Plan, step: Step) -> Cut:
         table.append([c - group * width for c in step.columns if c // width == group])
     groups = len({plan.group_of(node, row) for row in step.rows})
     return Cut(torch.tensor(step.rows), torch.tensor(table), groups)
+
+
+def cut_state(
+    plan: Plan, small: NestedNet, kept: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The entries of a network's state that a smaller network of the same nodes keeps."""
+    cut = {}
+    for key in small.state_dict():
+        node, value = plan.by_name[key.rpartition(".")[0]], state[key]
+        if value.dim() and node.function != "module":
+            value = value[torch.tensor(kept[node.name], device=value.device)]
+            if key.endswith(".weight") and node.op in WEIGHTED:
+                value = take_columns(value, kept_columns(plan, node, kept))
+        cut[key] = value
+    return cut
 
 
 def kept_columns(plan: Plan, node: Node, kept: Mapping[str, tuple[int, ...]]) -> Tensor:

@@ -14,6 +14,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Births
 
 WEIGHTED = ("conv", "linear")  # ops whose outputs read many input channels, through a weight with a mask
+PER_CHANNEL = {"batch": 2, "group": 2, "prelu": 1}  # parameters per channel of each function of a norm node
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Node:
     """One layer's output: who it reads and when each of its channels is born."""
 
     name: str
-    op: str  # input | conv | linear | norm | map | zip | select | cat | flatten
+    op: str  # input | conv | linear | norm (whatever has parameters per channel) | map | zip | select | cat | flatten
     reads: tuple[str, ...]
     births: Births
     size: tuple[int, ...]  # spatial size of the output, () for vectors
-    function: str = ""  # of norm (batch, group), map (relu, pool2, ...) and zip (add, mul)
+    function: str = ""  # of norm (batch, group, prelu), map (relu, pool2, ...) and zip (add, mul, ...)
     kernel: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
@@ -33,6 +34,9 @@ class Node:
     groups: int = 1
     bias: bool = False
     source: tuple[int, ...] = ()  # of select: the input channel copied to each output channel, -1 for zeros
+    eps: float = 1e-5  # of norm
+    momentum: float = 0.1  # of batch norm
+    affine: bool = True  # of norm: whether it has parameters
 
     @property
     def channels(self) -> int:
@@ -200,7 +204,7 @@ class Plan:
         """Parameters of one output channel; masked entries do not count."""
         if node.op in WEIGHTED:
             return self.fan_in(node, row) * prod(node.kernel) + node.bias
-        return 2 if node.op == "norm" else 0
+        return PER_CHANNEL[node.function] if node.op == "norm" and node.affine else 0
 
     def row_macs(self, node: Node, row: int) -> int:
         """Multiply-accumulates of one output channel of a convolution or linear layer; other ops count none."""
@@ -238,7 +242,7 @@ class Plan:
                 params += weights + node.channels * node.bias
                 macs += weights * prod(node.size)
             elif node.op == "norm":
-                params += 2 * node.channels
+                params += self.row_params(node, 0) * node.channels
         return params, macs
 
     # --- stage by stage -----------------------------------------------------------------------------------------
@@ -279,6 +283,8 @@ class Plan:
             source = self.by_name[node.reads[0]]
             groups = sorted({self.group_of(node, row) for row in rows})
             columns = tuple(c for g in groups for c in self.group_inputs(node, g) if source.births[c] <= stage)
+            if node.groups == 1:  # by birth, so that whole pieces are fetched however births are mixed
+                columns = tuple(sorted(columns, key=lambda c: source.births[c]))
             return Step(node, rows, columns, (self.fetch(source, columns),))
         if node.op == "cat":
             for row in rows:
@@ -292,7 +298,9 @@ class Plan:
             for row in rows:
                 for channel in self.parents(node, row)[index][1]:
                     seen[channel] = None
-            fetches.append(self.fetch(self.by_name[read], tuple(seen)))
+            # a piece of nothing but zeros still takes its shape from somewhere: from one channel that exists
+            wanted_channels = tuple(seen) or self.born_by(self.by_name[read], stage)[:1]
+            fetches.append(self.fetch(self.by_name[read], wanted_channels))
         return Step(node, rows, (), tuple(fetches))
 
     @cached_property
@@ -341,11 +349,14 @@ class Plan:
 
     def kept(self, stage: int) -> Mapping[str, tuple[int, ...]]:
         """The channels of every node that the answer of `stage` depends on."""
-        task = self.answering.index(stage)
-        return {
-            name: tuple(row for row, owned in enumerate(bits) if owned >> task & 1)
-            for name, bits in self.owners.items()
-        }
+        return self._kept[self.answering.index(stage)]
+
+    @cached_property
+    def _kept(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
+        return tuple(
+            {name: tuple(r for r, owned in enumerate(bits) if owned >> task & 1) for name, bits in self.owners.items()}
+            for task in range(len(self.heads))
+        )
 
 
 def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
@@ -363,7 +374,7 @@ def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
         if node.op == "select":
             place = {channel: i for i, channel in enumerate(kept[reads[0]])}
             source = tuple(place[node.source[row]] if node.source[row] >= 0 else -1 for row in rows)
-        elif node.op not in WEIGHTED:
+        elif node.op not in WEIGHTED or node.groups > 1:
             reads = tuple(narrowed(plan, node, read, kept, nodes) for read in reads)
         groups = len({plan.group_of(node, row) for row in rows}) if node.groups > 1 else 1
         births = tuple(node.births[row] for row in rows)
@@ -372,10 +383,9 @@ def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
 
 
 def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ...]], nodes: list[Node]) -> str:
-    """What a channel-by-channel node reads, cut down to the channels it asks for where others keep more."""
-    wanted = tuple(
-        dict.fromkeys(c for row in kept[node.name] for r, cs in plan.parents(node, row) if r == read for c in cs)
-    )
+    """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more."""
+    asked = dict.fromkeys(c for row in kept[node.name] for r, cs in plan.parents(node, row) if r == read for c in cs)
+    wanted = tuple(sorted(asked) if node.op in WEIGHTED else asked)
     if wanted == kept[read] or plan.by_name[read].op == "input":
         return read
     place = {channel: i for i, channel in enumerate(kept[read])}
@@ -450,8 +460,16 @@ def check_groups(plan: Plan, node: Node) -> None:
         groups = sorted({plan.group_of(node, row) for row in rows})
         row_counts = {sum(plan.group_of(node, row) == g for row in rows) for g in groups}
         column_counts = {sum(source.births[c] <= stage for c in plan.group_inputs(node, g)) for g in groups}
-        if len(row_counts) > 1 or len(column_counts) > 1:
+        # D_stage by itself is a grouped layer too: all its groups need the same number of rows so far
+        so_far = {sum(node.births[row] <= stage for row in group_rows(node, g)) for g in range(node.groups)} - {0}
+        if len(row_counts) > 1 or len(column_counts) > 1 or len(so_far) > 1:
             raise NestlingError(
                 f"{plan.name}: the {node.groups} groups of {node.name} do not grow alike at stage {stage}: stripes cut "
                 "through groups. Use stripes that hold whole groups, or a number of groups that the stripes divide."
             )
+
+
+def group_rows(node: Node, group: int) -> range:
+    """The output channels of one group of a weighted node."""
+    per_group = node.channels // node.groups
+    return range(group * per_group, (group + 1) * per_group)
