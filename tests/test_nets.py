@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.nets import NETS, NestedNet, build, plan
+from nestling.nets.within import positions, within
 from nestling.recipe import NetworkRecipe
 
 LARGE = ("width-resnet50", "depth-sparse66")  # 224x224 and millions of weights: run at a reduced size
@@ -248,3 +249,32 @@ def test_stages_compile() -> None:
         for stage, answer in zip(net.stages, expected, strict=True):
             logits, state = torch.compile(stage, backend="aot_eager", fullgraph=True)(state)
             assert torch.allclose(logits, answer, atol=1e-6)
+
+
+def test_every_stage_lives_within_the_network(name: str) -> None:
+    """D_s over D_n's own memory: same answers, same batch statistics, gradients of just what it owns; updates are seen."""
+    net, x = small_net(name)
+    y = torch.arange(len(x))
+    stages = [within(net.train(), s) for s in range(1, len(net.plan.heads) + 1)]
+    twin = copy.deepcopy(net)
+    keys, parameters = zip(*twin.named_parameters(), strict=True)
+    for number, (small, whole) in enumerate(zip(stages, twin(x), strict=True), start=1):
+        loss = torch.nn.functional.cross_entropy(whole, y)
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        flat = torch.cat(
+            [(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in zip(parameters, grads, strict=True)]
+        )
+        (answer,) = small(x)
+        assert torch.allclose(answer, whole, rtol=1e-12, atol=1e-12)
+        mine = torch.autograd.grad(torch.nn.functional.cross_entropy(answer, y), list(small.parameters()))
+        named = dict(zip([key for key, _ in small.named_parameters()], mine, strict=True))
+        ordered = torch.cat([named[key].reshape(-1) for key in keys if key in named])
+        spread = torch.zeros_like(flat).index_copy_(0, positions(net, number), ordered)
+        assert torch.allclose(spread, flat, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(net.buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(mine, theirs), "only the last stage keeps count of the statistics"
+    with torch.no_grad():
+        next(net.parameters()).mul_(1.5)
+        net.eval()
+        for number, small in enumerate(stages):
+            assert torch.allclose(small.eval()(x)[0], net(x)[number], rtol=1e-12, atol=1e-12)

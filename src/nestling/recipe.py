@@ -106,6 +106,7 @@ class TrainRecipe(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     channels_last: bool = True
     engine: Literal["auto", "eager", "graph"] = "auto"
+    compile: bool = True  # engine graph only: let torch.compile fuse normalisation, activation and sums
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Count = 0
     evaluate_every: Positive = 1  # epochs

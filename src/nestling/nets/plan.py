@@ -429,6 +429,7 @@ def check(plan: Plan) -> Plan:
                 )
             check_groups(plan, node)
         else:
+            check_group_norm(plan, node)
             for row, birth in enumerate(node.births):
                 for read, channels in plan.parents(node, row):
                     late = [c for c in channels if plan.by_name[read].births[c] > birth]
@@ -473,3 +474,16 @@ def group_rows(node: Node, group: int) -> range:
     """The output channels of one group of a weighted node."""
     per_group = node.channels // node.groups
     return range(group * per_group, (group + 1) * per_group)
+
+
+def check_group_norm(plan: Plan, node: Node) -> None:
+    """A group of a group norm is computed as one, so its channels must be born as one."""
+    if node.op != "norm" or node.function != "group":
+        return
+    for group in range(node.groups):
+        found = sorted({node.births[row] for row in group_rows(node, group)})
+        if len(found) > 1:
+            raise NestlingError(
+                f"{plan.name}: group {group + 1} of {node.groups} of {node.name} (group norm) holds channels born at stages "
+                f"{found}, so an early stage would depend on later ones. Use groups that lie inside stripes."
+            )

@@ -31,7 +31,6 @@ class Eager:
     def __init__(self, step: Step, split: Split, batch: int) -> None:
         self.step, self.split, self.batch = step, split, batch
         self.steps = steps_per_epoch(split, batch)
-        self.diagnosed: list[Tensor] = []
 
     def epoch(self, generator: torch.Generator, rates: list[float]) -> Iterator[int]:
         """Run one epoch, yielding after every step; afterwards `losses` is (steps, stages)."""
@@ -154,13 +153,17 @@ def restore(step: Step, before: list[Tensor]) -> None:
         tensor.zero_()
 
 
-def choose(step: Step, split: Split, train: TrainRecipe) -> "Eager | Graph":
-    """The recipe's engine; "auto" is graph wherever it can be had."""
-    on_cuda = step.device.type == "cuda"
-    able = on_cuda and isinstance(split, MemorySplit) and group_of(True) is None
+def kind(train: TrainRecipe, device: torch.device, split: Split) -> str:
+    """The recipe's engine, "eager" or "graph"; "auto" is graph wherever it can be had."""
+    able = device.type == "cuda" and isinstance(split, MemorySplit) and group_of(True) is None
     if train.engine == "graph" and not able:
-        why = "this run is on the CPU" if not on_cuda else "images are streamed, or several processes train together"
+        why = "this run is on the CPU" if device.type != "cuda" else "images are streamed, or several processes train"
         raise NestlingError(f"train.engine=graph cannot be used: {why}. Use train.engine=auto or eager.")
-    if able and train.engine != "eager" and isinstance(split, MemorySplit):
-        return Graph(step, split, train.batch)
-    return Eager(step, split, train.batch)
+    return "graph" if able and train.engine != "eager" else "eager"
+
+
+def start(name: str, step: Step, split: Split, batch: int) -> "Eager | Graph":
+    if name == "graph":
+        assert isinstance(split, MemorySplit)
+        return Graph(step, split, batch)
+    return Eager(step, split, batch)

@@ -24,8 +24,7 @@ from nestling.nets import build
 from nestling.recipe import Recipe, override
 from nestling.recipes import named
 from nestling.rundir import CHECKPOINT, RESULTS, RunDir
-from nestling.train import progress
-from nestling.train.engine import choose
+from nestling.train import engine, progress
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
 
@@ -48,7 +47,8 @@ class Training:
         memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
         self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, self.device)
-        self.step = Step(self.net, self.optimizer, recipe)
+        self.engine = engine.kind(recipe.train, self.device, self.data.train)
+        self.step = Step(self.net, self.optimizer, recipe, compiled=self.engine == "graph" and recipe.train.compile)
         self.done = 0  # epochs
         self.newest: dict[str, Any] = {}  # line of the log
         self.main = group_of(True) is None or dist.get_rank() == 0  # only one rank writes
@@ -56,16 +56,16 @@ class Training:
     def epochs(self) -> Iterator[tuple[int, int]]:
         """Train to the end, yielding (epoch, step) as it goes, so that a caller can show progress or take turns."""
         train = self.recipe.train
-        engine = choose(self.step, self.data.train, train)
-        self.steps = engine.steps
+        driver = engine.start(self.engine, self.step, self.data.train, train.batch)
+        self.steps = driver.steps
         for epoch in range(self.done, train.epochs):
             started = time.perf_counter()
-            rates = epoch_rates(train, epoch, engine.steps)
-            for index in engine.epoch(epoch_generator(train.seed, epoch), rates):
+            rates = epoch_rates(train, epoch, driver.steps)
+            for index in driver.epoch(epoch_generator(train.seed, epoch), rates):
                 yield epoch, index
-            losses = averaged(engine.losses).cpu()  # the only wait for the device in an epoch
+            losses = averaged(driver.losses).cpu()  # the only wait for the device in an epoch
             seconds = time.perf_counter() - started
-            self.refuse_nan(losses, epoch, engine.steps)
+            self.refuse_nan(losses, epoch, driver.steps)
             self.done = epoch + 1
             self.share_statistics()
             if self.main:

@@ -4,30 +4,20 @@ In: a batch on the device. Out: the stages' losses, still on the device. Nothing
 be captured whole in a CUDA graph. It knows neither epochs nor files, and it is the same step on every engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.combine import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
+from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
-from nestling.recipe import Recipe, StrategyRecipe, TrainRecipe
-
-
-def stage_losses(logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe) -> list[Tensor]:
-    """Cross-entropy of every stage; with `distill`, earlier stages also learn from the last one's soft answer."""
-    losses = [F.cross_entropy(stage.float(), y, label_smoothing=train.smoothing) for stage in logits]
-    if train.distill and len(logits) > 1:
-        t = train.distill_temperature
-        teacher = (logits[-1].detach().float() / t).softmax(1)
-        for index, stage in enumerate(logits[:-1]):
-            soft = F.kl_div((stage.float() / t).log_softmax(1), teacher, reduction="batchmean") * t * t
-            losses[index] = (1 - train.distill) * losses[index] + train.distill * soft
-    return losses
+from nestling.recipe import Recipe, StrategyRecipe
+from nestling.train.losses import stage_losses
+from nestling.train.tasks import Tasks, worth_own_subnets
 
 
 def task_order(strategy: StrategyRecipe, stages: int) -> list[int]:
@@ -66,34 +56,54 @@ def make_combiner(strategy: StrategyRecipe, stages: int) -> Weighted:
 
 
 class Step:
-    """What happens to one batch."""
+    """What happens to one batch.
 
-    def __init__(self, net: NestedNet, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    Weights known beforehand (sgd) need one backward of the weighted losses. Otherwise every task has a backward of its
+    own: through one shared forward pass, or, in width nests, through its own narrow subnetwork (see tasks.py).
+    """
+
+    def __init__(
+        self, net: NestedNet, optimizer: torch.optim.Optimizer, recipe: Recipe, compiled: bool = False
+    ) -> None:
         self.net, self.optimizer, self.train = net, optimizer, recipe.train
         self.device = next(net.parameters()).device
-        stages = len(net.plan.heads)
-        combine = make_combiner(recipe.strategy, stages)
-        diagnose = recipe.train.diagnostics
-        # No check for NaN here: it would wait for the device. The losses are looked at once per epoch.
-        self.rows = Accumulator(net, combine, refresh=recipe.strategy.refresh, diagnose=diagnose, check=False)
-        self.report: Report | None = None
         self.parameters = list(net.parameters())
+        self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
+        self.forward: Callable[[Tensor], tuple[Tensor, ...]] = torch.compile(net) if compiled else net
+        combine = make_combiner(recipe.strategy, len(net.plan.heads))
+        needs_rows = combine.fixed(len(net.plan.heads), self.device) is None or recipe.train.diagnostics
+        self.tasks: Tasks | None = None
+        if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
+            self.tasks = Tasks(net, combine, recipe.train, compiled)
+        else:
+            # No check for NaN here: it would wait for the device. The losses are looked at once per epoch.
+            self.rows = Accumulator(
+                net, combine, refresh=recipe.strategy.refresh, diagnose=recipe.train.diagnostics, check=False
+            )
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self.train.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
-            logits = self.net(x)
-        losses = stage_losses(logits, y, self.train)
         self.optimizer.zero_grad(set_to_none=True)
-        self.report = self.rows.backward(losses)
+        losses = self.gradients(x, y)
         if self.train.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.train.clip)
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
-        return torch.stack([loss.detach() for loss in losses])
+        return losses
+
+    def gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """Fill `.grad`; the stages' losses come back detached, (stages,)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
+            if self.tasks is not None:
+                losses, self.report = self.tasks(x, y)
+                return losses
+            logits = self.forward(x)
+        losses_now = stage_losses(logits, y, self.train)
+        self.report = self.rows.backward(losses_now)
+        return torch.stack([loss.detach() for loss in losses_now])
 
 
 class Average:

@@ -1,0 +1,77 @@
+"""Every task through its own subnetwork: D_s forward and backward over D_n's memory, all tasks at once on a GPU.
+
+In: a batch. Out: `.grad` filled by a combiner, and the losses. A narrow task pays for its narrow subnetwork and not for
+the full width, and on CUDA the tasks run side by side on streams of their own. The mathematics (rows, combiners) is that
+of the other rooms; this one only decides how the rows are obtained.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.combine import Report, Weighted
+from nestling.gradients.flat import FlatRows
+from nestling.gradients.owners import from_owners
+from nestling.nets import NestedNet
+from nestling.nets.within import can_live_within, memory_order, positions, within
+from nestling.recipe import TrainRecipe
+from nestling.train.losses import stage_loss
+
+
+def worth_own_subnets(net: NestedNet) -> bool:
+    """On CUDA wherever possible (tasks run side by side); on a CPU where width is nested, since there a shared forward
+    pass makes every task pay the full width, while in depth it is the cheaper way."""
+    masked = any(getattr(module, "mask", None) is not None for module in net.modules())
+    on_cuda = next(net.parameters()).device.type == "cuda"
+    return len(net.plan.heads) > 1 and (masked or on_cuda) and can_live_within(net.plan)
+
+
+class Tasks:
+    """One subnetwork per task, and the rows they fill."""
+
+    def __init__(self, net: NestedNet, combine: Weighted, train: TrainRecipe, compiled: bool) -> None:
+        self.combine, self.train = combine, train
+        stages = net.plan.answering
+        whole = dict(net.named_parameters())
+        smalls = [within(net, stage) for stage in stages]
+        # Leaves stand in the network's order of parameters and are read in its order of memory: that is how places count.
+        mine = [dict(small.named_parameters()) for small in smalls]
+        self.leaves = [[leaves[name] for name in whole if name in leaves] for leaves in mine]
+        self.orders = [[memory_order(whole[name]) for name in whole if name in leaves] for leaves in mine]
+        self.nets: list[Any] = [torch.compile(small, fullgraph=True) if compiled else small for small in smalls]
+        layout = from_owners(list(whole.items()), net.owners(), len(stages))
+        self.rows = FlatRows(list(whole.values()), layout, [positions(net, stage) for stage in stages])
+        on_cuda = self.rows.device.type == "cuda"
+        self.streams = [torch.cuda.Stream() for _ in stages] if on_cuda else []
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Report]:
+        last = len(self.nets) - 1
+        losses: list[Tensor] = [y] * (last + 1)
+        teacher: Tensor | None = None
+        if self.streams:
+            main = torch.cuda.current_stream()
+            for task in range(last, -1, -1):  # the longest first; a teacher must answer before its pupils learn
+                stream = self.streams[task]
+                stream.wait_stream(main)
+                if task < last and self.train.distill:
+                    stream.wait_stream(self.streams[last])
+                with torch.cuda.stream(stream):
+                    losses[task], logits = self.one(task, x, y, teacher)
+                teacher = logits if task == last else teacher
+            for stream in self.streams:
+                main.wait_stream(stream)
+        else:
+            for task in range(last, -1, -1):
+                losses[task], logits = self.one(task, x, y, teacher)
+                teacher = logits if task == last else teacher
+        return torch.stack(losses), self.combine(self.rows)
+
+    def one(self, task: int, x: Tensor, y: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Forward and backward of one task; its gradients become its row."""
+        (logits,) = self.nets[task](x)
+        with torch.autocast(x.device.type, enabled=False):
+            loss = stage_loss(logits, y, self.train, teacher)
+            grads = torch.autograd.grad(loss, self.leaves[task])
+            self.rows.put(task, [g.permute(order) for g, order in zip(grads, self.orders[task], strict=True)])
+        return loss.detach(), logits.detach()

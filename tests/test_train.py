@@ -1,0 +1,225 @@
+"""Training for real, on small data: it learns, every way of getting the rows gives the same step, a resumed or killed run
+ends where an uninterrupted one does, and what goes wrong is said."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet, build
+from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.recipes import RECIPES, named
+from nestling.rundir import RunDir
+from nestling.train import Training, train
+from nestling.train.schedule import learning_rate
+from nestling.train.step import Step
+
+
+def digits(*settings: str, name: str = "digits-width") -> Recipe:
+    quick = ("train.epochs=2", "train.batch=128", "data.limit=512", "train.diagnostics=false")
+    return override(named(name), [*quick, *settings])
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return RunDir(run).load_tensors("weights.safetensors")[0]
+
+
+def stepped(recipe: Recipe, own_subnets: bool, steps: int = 3) -> tuple[NestedNet, list[torch.Tensor]]:
+    """A float64 net after a few steps, its rows obtained one way or the other."""
+    net = build(recipe.network).double().train()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("nestling.train.step.worth_own_subnets", lambda _: own_subnets)
+    step = Step(net, optimizer, recipe)
+    monkey.undo()
+    assert (step.tasks is not None) == own_subnets
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 1, 8, 8, generator=generator, dtype=torch.float64)
+        losses.append(step(x, torch.randint(0, 10, (16,), generator=generator)))
+    return net, losses
+
+
+@pytest.mark.parametrize("network", ["width-digits", "depth-digits", "alternate-digits", "cascade-digits"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["osgd", "osgd-norm", "normsgd", "osgd shared", "osgd block", "osgd tensor", "osgd distill", "osgd reversed"],
+)
+def test_tasks_through_their_own_subnetworks_take_the_same_step(network: str, strategy: str) -> None:
+    name, _, extra = strategy.partition(" ")
+    scope: Any = extra if extra in ("shared", "block", "tensor") else "all"
+    stages = len(build(NetworkRecipe(name=network)).plan.heads)
+    order = tuple(range(stages, 0, -1)) if extra == "reversed" else ()
+    recipe = Recipe(
+        name="step",
+        network=NetworkRecipe(name=network),
+        strategy=StrategyRecipe(name=name, scope=scope, order=order),  # type: ignore[arg-type]
+        train=TrainRecipe(distill=0.5 if extra == "distill" else 0.0),
+    )
+    shared, first = stepped(recipe, own_subnets=False)
+    own, second = stepped(recipe, own_subnets=True)
+    assert torch.allclose(torch.stack(first), torch.stack(second), rtol=1e-9)
+    for (key, a), b in zip(shared.state_dict().items(), own.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-11), key
+
+
+@pytest.mark.parametrize("strategy", ["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad"])
+def test_every_strategy_learns(tmp_path: Path, strategy: str) -> None:
+    # osgd-norm and normsgd move a fixed distance per step, so they get a rate of their own
+    rate = "train.lr=0.5" if "norm" in strategy else "train.lr=0.1"
+    recipe = digits(f"strategy.name={strategy}", rate, "train.epochs=4", "data.limit=0", "train.batch=32")
+    results = train(recipe, str(tmp_path / "run"), quiet=True)
+    assert results["stages"][-1]["error"] < 0.4
+    log = RunDir(tmp_path / "run").read_log()
+    assert [line["epoch"] for line in log] == [1, 2, 3, 4]
+    assert log[-1]["train_loss"][-1] < log[0]["train_loss"][-1]
+
+
+def test_resume_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
+    recipe = digits("train.epochs=4", "train.average=0.9")
+    train(recipe, str(tmp_path / "whole"), quiet=True)
+    stopped = Training(recipe, RunDir.create(tmp_path / "parts"))
+    stopped.run.write_recipe(recipe)
+    for epoch, index in stopped.epochs():
+        if (epoch, index) == (2, 1):  # in the middle of the third epoch
+            break
+    train(recipe, str(tmp_path / "parts"), resume=True, quiet=True)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    skip = ("seconds", "images_per_second")
+    return [{key: value for key, value in line.items() if key not in skip} for line in RunDir(run).read_log()]
+
+
+def test_killed_runs_end_like_one_never_killed(tmp_path: Path) -> None:
+    """Really killed, with SIGKILL, at several moments; then resumed from the command line."""
+    settings = ["train.epochs=5", "train.batch=128", "data.limit=512", "train.diagnostics=false"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    base = [sys.executable, "-m", "nestling", "train", "digits-width", *flags, "--quiet"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*base, "--run", str(whole)], check=True, capture_output=True)
+    lines = 0
+    for _ in range(2):
+        going_on = ["--resume", str(killed)] if (killed / "recipe.json").exists() else ["--run", str(killed)]
+        process = subprocess.Popen([*base, *going_on], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_log(killed / "log.jsonl", lines + 1, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        lines = len(RunDir(killed).read_log())
+    subprocess.run([*base, "--resume", str(killed)], check=True, capture_output=True)
+    first, second = weights(whole), weights(killed)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert untimed(whole) == untimed(killed)
+
+
+def wait_for_log(path: Path, lines: int, process: "subprocess.Popen[bytes]", seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        if path.exists() and path.read_text().count("\n") >= lines:
+            return
+        time.sleep(0.005)
+    assert process.poll() is None or path.read_text().count("\n") >= lines, "the run ended before it could be killed"
+
+
+def test_resuming_with_another_recipe_is_refused(tmp_path: Path) -> None:
+    train(digits(), str(tmp_path / "run"), quiet=True)
+    with pytest.raises(NestlingError, match=r"train\.lr was 0\.1, now 0\.2"):
+        train(digits("train.lr=0.2"), str(tmp_path / "run"), resume=True, quiet=True)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first = train(digits(), str(tmp_path / "run"), quiet=True)
+    before = (tmp_path / "run" / "weights.safetensors").stat().st_mtime_ns
+    assert train(digits(), str(tmp_path / "run"), resume=True, quiet=True) == first
+    assert (tmp_path / "run" / "weights.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(NestlingError, match="already holds a run"):
+        train(digits(), str(tmp_path / "run"), quiet=True)
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    stop_after_one_epoch(digits(), tmp_path / "mine")
+    stop_after_one_epoch(digits("network.name=depth-digits"), tmp_path / "other")
+    foreign = (tmp_path / "other" / "checkpoint.safetensors").read_bytes()
+    (tmp_path / "mine" / "checkpoint.safetensors").write_bytes(foreign)
+    with pytest.raises(NestlingError, match="belongs to another recipe"):
+        train(digits(), str(tmp_path / "mine"), resume=True, quiet=True)
+
+
+def stop_after_one_epoch(recipe: Recipe, path: Path) -> None:
+    training = Training(recipe, RunDir.create(path))
+    training.run.write_recipe(recipe)
+    for epoch, _ in training.epochs():
+        if epoch == 1:
+            return
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    recipe = digits("train.epochs=4", "train.batch=128")
+    training = Training(recipe, RunDir.create(tmp_path / "run"))
+    training.run.write_recipe(recipe)
+    with pytest.raises(
+        NestlingError, match=r"the loss of stage 2 became nan at step 6 .*checkpoint of epoch 1 is kept"
+    ):
+        for epoch, index in training.epochs():
+            if (epoch, index) == (1, 0):  # after step 5: poison the weights of head 2
+                with torch.no_grad():
+                    training.net.layer("head2.linear").weight.fill_(float("nan"))
+    tensors, meta = RunDir(tmp_path / "run").load_checkpoint()
+    assert meta["epoch"] == 1
+    assert all(torch.isfinite(value).all() for value in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["strategy.order=1,2"], "expected each of 1 to 3 once"),
+        (["strategy.importance=1,2"], "this network has 3 stages"),
+        (["train.batch=600"], "more than the 512 training images"),
+        (["network.name=width-digit"], "did you mean width-digits"),
+        (["train.engine=graph", "train.device=cpu"], "train.engine=graph cannot be used"),
+        (["network.growth=w,,w"], "stage 3 is empty"),
+    ],
+)
+def test_bad_recipes_are_explained(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(NestlingError, match=message):
+        train(digits(*settings), str(tmp_path / "run"), quiet=True)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(NestlingError, match="did you mean digits-width"):
+        named("digit-width")
+    assert all(make().name == name for name, make in RECIPES.items())
+
+
+def test_learning_rates_by_hand() -> None:
+    steps = TrainRecipe(epochs=200, lr=0.1, milestones=(60, 120, 160), gamma=0.2)
+    assert [learning_rate(steps, epoch * 10, 10) for epoch in (0, 59, 60, 120, 199)] == pytest.approx(
+        [0.1, 0.1, 0.02, 0.004, 0.0008]
+    )
+    cosine = TrainRecipe(epochs=10, lr=0.2, schedule="cosine", warmup=2)
+    assert [learning_rate(cosine, step, 5) for step in (0, 9, 10, 30)] == pytest.approx([0.02, 0.2, 0.2, 0.1])
+
+
+def test_the_log_and_the_folder_say_what_was_done(tmp_path: Path) -> None:
+    train(digits("train.diagnostics=true"), str(tmp_path / "run"), quiet=True, command="nestling train digits-width")
+    run = RunDir(tmp_path / "run")
+    line = run.read_log()[-1]
+    assert len(line["cosines"]) == 3 and line["cosines"][0][0] == pytest.approx(1)
+    assert line["weights"][0][-1] == 1.0, "the last task's weight is one"
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"] == "nestling train digits-width"
+    assert run.read_recipe() == digits("train.diagnostics=true")
+    assert dataclasses.asdict(run.read_recipe())["network"]["name"] == "width-digits"
