@@ -17,6 +17,14 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "RunDir": "nestling.rundir",
     "StrategyRecipe": "nestling.recipe",
     "TrainRecipe": "nestling.recipe",
+    "Accumulator": "nestling.gradients",
+    "NormOSGD": "nestling.combine",
+    "NormSGD": "nestling.combine",
+    "OSGD": "nestling.combine",
+    "PCGrad": "nestling.combine",
+    "SGD": "nestling.combine",
+    "SumSGD": "nestling.combine",
+    "backward": "nestling.gradients",
     "override": "nestling.recipe",
 }
 

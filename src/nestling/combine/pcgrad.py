@@ -1,7 +1,7 @@
 """PCGrad (Yu et al. 2020): each task projected off every other task's original gradient it conflicts with.
 
 A rival, here for comparison: symmetric where OSGD has priorities. Works on the Gram matrix like the others. The
-order of projections is drawn anew each time; ranks of one training must pass generators of equal seed.
+order of projections is drawn anew at each step, by the first rank for all.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class PCGrad(Prioritised):
     ) -> None:
         super().__init__(None, scope, importance)
         self.generator = generator
-        self.shuffle = shuffle
+        self.random = self.shuffle = shuffle
 
     def weights(self, gram: Tensor, blocks: Blocks) -> Tensor:
         n = gram.shape[-1]

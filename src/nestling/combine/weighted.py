@@ -22,6 +22,7 @@ class Weighted:
     """Rows to update through one weight per block and task. `importance`: k, one per task; default all one."""
 
     scope = "all"
+    random = False  # whether weights are drawn by chance, so that ranks must agree on them
 
     def __init__(self, importance: Sequence[float] | None = None) -> None:
         self.importance = None if importance is None else tuple(float(k) for k in importance)
@@ -48,6 +49,8 @@ class Weighted:
         gram = rows.gram(self.scope)
         blocks = rows.blocks(self.scope)
         weights = self.weights(gram, blocks)
+        if self.random:
+            weights = rows.agreed(weights)
         rows.write(weights, self.scope)
         return Report(weights=weights, gram=gram, private=blocks.private, method=self)
 

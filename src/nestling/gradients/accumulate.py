@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.gradients.checks import Named, Params, check_losses, explained, named, refuse_nonfinite
+from nestling.gradients.checks import Named, Params, check_losses, explained, named, refuse_nonfinite, refuse_reentrant
 from nestling.gradients.owners import Layout, Spec, from_masks, from_owners
 from nestling.gradients.reduce import Reduction, agree, group_of, refuse_wrapped
 from nestling.gradients.rows import Rows
@@ -98,6 +98,7 @@ class Accumulator(Generic[R]):
         # Known from the start with owners, and after the first step between ranks; else found anew each step.
         self.layout = _remembered(params, self.named, self.specs) if owners is None else None
         self.steps = 0
+        self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.last: R | None = None
         self._clear()
 
@@ -132,6 +133,8 @@ class Accumulator(Generic[R]):
                 self._add_task(task, loss, retain=task < len(losses) - 1)
                 if early is not None:
                     self.pending.append(Reduction(self.stored[task], early))
+            if self.steps == 0 and self.micro == 0 and self.missed:  # hidden, or just unused?
+                refuse_reentrant(losses)
         self.micro += 1
 
     def fill(self) -> R:
@@ -149,7 +152,8 @@ class Accumulator(Generic[R]):
                 self._put_lone()
             else:
                 assert layout is not None
-                report = self.combine(Rows(self.params, layout, self.stored, scale=self.scale, check=self.check))
+                rows = Rows(self.params, layout, self.stored, scale=self.scale, check=self.check, group=self.group)
+                report = self.combine(rows)
         finally:
             self._clear()
         self._remember(report)
@@ -204,6 +208,9 @@ class Accumulator(Generic[R]):
             p.grad = grad
         try:
             torch.autograd.backward(list(losses), seeds, inputs=self.params)
+        except RuntimeError as error:
+            refuse_reentrant(losses)
+            raise explained(error, 0) from error
         finally:
             self.stored = [[p.grad for p in self.params]]
             for p, grad in zip(self.params, before, strict=True):
@@ -231,6 +238,8 @@ class Accumulator(Generic[R]):
             raise explained(error, task) from error
         row = self.stored[task]
         for i, grad in zip(wanted, grads, strict=True):
+            if grad is not None:
+                self.missed.discard(i)
             kept = self._kept(i, grad, task)
             before = row[i]
             # Autograd may hand one tensor to several parameters: what it gave is never added to in place.

@@ -105,9 +105,21 @@ def explained(error: RuntimeError, task: int) -> Exception:
             f"task {task}: its graph was already freed. Expected losses of one fresh forward pass: do not call "
             f".backward() on them before, and do not use a loss twice"
         )
-    if "Checkpointing is not compatible" in text or ("checkpoint" in text and "use_reentrant" in text):
-        return NestlingError(
-            f"task {task}: reentrant activation checkpointing cannot give per-task gradients. Use "
-            f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-        )
     return error
+
+
+def refuse_reentrant(losses: Sequence[Tensor]) -> None:
+    """Raise if the graph holds reentrant checkpoints: they hide their parameters from per-task gradients."""
+    seen: set[object] = set()
+    todo = [loss.grad_fn for loss in losses]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise NestlingError(
+                "found reentrant activation checkpointing, which hides its parameters from per-task gradients: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        todo.extend(following for following, _ in node.next_functions)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nestling.errors import NestlingError
@@ -141,12 +142,14 @@ class Rows:
         stored: list[list[Tensor | None]],
         scale: Tensor | None = None,
         check: bool = False,
+        group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.params = params
         self.layout = layout
         self.stored = stored  # [task][parameter]: the task's box of the gradient, contiguous in memory order
         self.scale = scale
         self.check = check
+        self.group = group  # the ranks that hold equal rows, if there are several
 
     @property
     def tasks(self) -> int:
@@ -155,6 +158,12 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return self.params[0].device
+
+    def agreed(self, weights: Tensor) -> Tensor:
+        """Weights that were drawn by chance, made those of the first rank."""
+        if self.group is not None:
+            dist.broadcast(weights, group=self.group, group_src=0)
+        return weights
 
     def blocks(self, scope: str) -> Blocks:
         known = plan(self.layout, scope).on(self.device, self.layout)

@@ -1,0 +1,105 @@
+"""What each rank does in test_distributed.py: `torchrun --nproc-per-node 2 distributed_ranks.py CASES FOLDER`.
+
+Trains a small nest on this rank's half of every batch and saves the weights; or shows that a wrapper is refused.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nestling.combine import COMBINERS
+from nestling.errors import NestlingError
+from nestling.gradients import Accumulator, backward
+
+
+class Nest(nn.Module):
+    """Three exits without batch statistics; `odd` is used on ranks with odd numbers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList(nn.Linear(8 if s == 0 else 16, 16) for s in range(3))
+        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+        self.odd = nn.Parameter(torch.zeros(4))
+
+    def losses(self, x: Tensor, y: Tensor, odd: float = 0.0) -> list[Tensor]:
+        found = []
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            x = stage(x).tanh()
+            out = head(x)
+            if odd:
+                out = out + odd * self.odd
+            found.append(F.cross_entropy(out, y))
+        return found
+
+
+def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Six steps on this rank's share of 16 examples. Equal for one rank and for two, but for rounding."""
+    method, _, option = case.partition("+")
+    net = Nest()
+    combine = COMBINERS[method]()
+    if option == "tensor":
+        combine.scope = "tensor"
+    torch.manual_seed(100 + rank)  # what chance decides must not differ between ranks
+    rows = Accumulator(net, combine, refresh=3 if option == "refresh" else 1, diagnose=option == "rows")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    g = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        x, y = torch.randn(16, 8, generator=g), torch.randint(4, (16,), generator=g)
+        x, y = x.view(2, 8, 8), y.view(2, 8)  # half a batch for each of two ranks
+        mine = x[rank::ranks].flatten(0, 1), y[rank::ranks].flatten()
+        optimizer.zero_grad()
+        if option == "accumulate":
+            for part in (slice(0, None, 2), slice(1, None, 2)):
+                rows.add([loss / 2 for loss in net.losses(mine[0][part], mine[1][part])])
+            rows.fill()
+        elif option == "uneven":
+            # One process on both halves sees the mean of what the ranks see, half of it with the odd parameter.
+            halves = [net.losses(x[h], y[h], odd=float(h)) for h in ((rank,) if ranks == 2 else (0, 1))]
+            rows.backward([sum(parts, start=torch.zeros(())) / len(halves) for parts in zip(*halves, strict=True)])
+        else:
+            rows.backward(net.losses(*mine))
+        optimizer.step()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def refuse() -> None:
+    """A wrapped model is refused, however its parameters are handed over."""
+    net = Nest()
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    x, y = torch.randn(4, 8), torch.randint(4, (4,))
+    tries: list[Callable[[], object]] = [
+        lambda: backward(net.losses(x, y), wrapped, COMBINERS["osgd"]()),
+        lambda: backward(net.losses(x, y), net, COMBINERS["osgd"]()),
+        lambda: backward(net.losses(x, y), list(wrapped.parameters()), COMBINERS["sgd"]()),
+        lambda: Accumulator(list(net.named_parameters()), COMBINERS["osgd"]()),
+    ]
+    for attempt in tries:
+        try:
+            attempt()
+        except NestlingError as error:
+            assert "DistributedDataParallel" in str(error) and "bare" in str(error)
+        else:
+            raise AssertionError("a wrapped model was taken")
+
+
+def main(cases: list[str], folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for case in cases:
+        if case == "ddp":
+            refuse()
+        else:
+            save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1].split(","), sys.argv[2])

@@ -1,0 +1,53 @@
+"""Two ranks train as one process does: rows are averaged before they are combined."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_ranks import train
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+CASES = [
+    "sgd",
+    "sgd-sum+rows",
+    "normsgd",
+    "osgd",
+    "osgd+tensor",
+    "osgd+accumulate",
+    "osgd+refresh",
+    "osgd+uneven",
+    "osgd-norm",
+    "pcgrad",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases by two ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(HERE / "distributed_ranks.py"), ",".join([*CASES, "ddp"]), str(folder)]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_equal_and_equal_to_one_process(trained: Path, case: str) -> None:
+    first = load_file(trained / f"{case}-0-of-2.safetensors")
+    second = load_file(trained / f"{case}-1-of-2.safetensors")
+    for name in first:
+        assert torch.equal(first[name], second[name]), f"ranks differ in {name}"
+    if case == "pcgrad":  # drawn by chance: another process draws otherwise
+        return
+    alone = train(case, 0, 1)
+    for name in first:
+        torch.testing.assert_close(first[name], alone[name], atol=1e-6, rtol=0, msg=None)
+    assert (first["odd"] != 0).any() == (case == "osgd+uneven")
