@@ -7,7 +7,7 @@ from torch import Tensor
 
 import nestling.gradients as gradients
 from nestling.combine import Report
-from nestling.combine.weighted import Weighted
+from nestling.gradients.accumulate import Combiner
 
 TOLERANCE = 1e-12
 
@@ -70,7 +70,7 @@ def blocks_of(owned: Tensor, widths: Sequence[int], scope: str) -> list[list[int
 
 def run(
     rows: Tensor,
-    combine: Weighted,
+    combine: Combiner[Report],
     widths: Sequence[int] | None = None,
     owned: Tensor | None = None,
     elementwise: bool = False,

@@ -290,3 +290,38 @@ def test_wrong_settings_are_refused_in_words(combine: object, words: str) -> Non
     assert callable(combine)
     with pytest.raises(NestlingError, match=words):
         run(dict(ZOO)["three"], combine())
+
+
+# TorchJD, both ways.
+
+
+def test_torchjd_aggregators_combine_our_rows() -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    from nestling.combine.torchjd import FromTorchJD
+
+    names = ["Sum", "Mean", "IMTLG", "ConFIG", "MGDA", "AlignedMTL"]
+    made = [*(getattr(aggregation, name)() for name in names), aggregation.TrimmedMean(trim_number=1)]
+    rows = dict(ZOO)["opposed"]
+    owned = torch.ones_like(rows, dtype=torch.bool)
+    owned[0, 8:] = False
+    rows = torch.where(owned, rows, 0.0)
+    for aggregator in made:
+        found, report = run(rows, FromTorchJD(aggregator), [4, 4, 4], owned)
+        assert near(found, aggregator(rows), rows.norm(), 1e-6), aggregator
+        assert report.cosines.shape == (3, 3)
+
+
+@pytest.mark.parametrize(("name", "rows"), ZOO, ids=[name for name, _ in ZOO])
+def test_osgd_is_a_torchjd_aggregator(name: str, rows: Tensor) -> None:
+    pytest.importorskip("torchjd")
+    from torchjd.autojac import backward, jac_to_grad
+
+    from nestling.combine.torchjd import OSGDAggregator
+
+    order = list(range(len(rows)))[::-1]
+    wanted, _ = run(rows, OSGD(order=order))
+    assert near(OSGDAggregator(order=order)(rows), wanted, rows.norm(), 1e-9)
+    p = torch.zeros(rows.shape[1], dtype=torch.float64, requires_grad=True)
+    backward([(row * p).sum() for row in rows], parallel_chunk_size=1)
+    jac_to_grad([p], OSGDAggregator(order=order))
+    assert p.grad is not None and near(p.grad, wanted, rows.norm(), 1e-9)
