@@ -19,7 +19,7 @@ from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import RECIPES, named
 from nestling.rundir import RunDir
-from nestling.train import Training, train
+from nestling.train import Training, train, train_side_by_side
 from nestling.train.schedule import learning_rate
 from nestling.train.step import Step
 
@@ -223,3 +223,33 @@ def test_the_log_and_the_folder_say_what_was_done(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"] == "nestling train digits-width"
     assert run.read_recipe() == digits("train.diagnostics=true")
     assert dataclasses.asdict(run.read_recipe())["network"]["name"] == "width-digits"
+
+
+def test_side_by_side_runs_are_what_they_would_be_alone(tmp_path: Path) -> None:
+    """Two runs taking turns, stopped once for lack of time and gone on with, end bitwise like each of them alone."""
+    recipes = [digits("train.epochs=3"), digits("train.epochs=3", "train.seed=1", "strategy.name=sgd")]
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    assert train_side_by_side(list(zip(recipes, paths, strict=True)), seconds=0) == []
+    assert [len(RunDir(path).read_log()) for path in paths] == [1, 1]
+    train_side_by_side(list(zip(recipes, paths, strict=True)))
+    for recipe, path in zip(recipes, paths, strict=True):
+        train(recipe, path + "-alone", quiet=True)
+        first, second = weights(Path(path)), weights(Path(path + "-alone"))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_flat_rows_see_what_float32_would_miss() -> None:
+    """Two nearly parallel gradients: their inner products must be good to much better than the angle between them."""
+    from nestling.gradients.flat import FlatRows
+    from nestling.gradients.owners import Spec, from_masks
+
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(1_000_000))
+    first = torch.randn(1_000_000, generator=generator)
+    second = first + 0.01 * torch.randn(1_000_000, generator=generator)
+    layout = from_masks((Spec.of(parameter),), (3,), 2)
+    rows = FlatRows([parameter], layout, [torch.arange(1_000_000)] * 2)
+    rows.put(0, [first])
+    rows.put(1, [second])
+    exact = torch.stack([first, second]).double() @ torch.stack([first, second]).double().T
+    assert torch.allclose(rows.gram()[0], exact, rtol=1e-7)

@@ -12,6 +12,8 @@ from torch import Tensor
 from nestling.gradients.owners import Layout
 from nestling.gradients.rows import Rows
 
+CHUNK = 1024  # entries of one short inner product
+
 
 class FlatRows(Rows):
     """`places[t]` says where task t's entries, in the order it hands them over, stand in the flat parameters."""
@@ -19,9 +21,10 @@ class FlatRows(Rows):
     def __init__(self, params: Sequence[Tensor], layout: Layout, places: Sequence[Tensor]) -> None:
         super().__init__(params, layout, [])
         total = sum(p.numel() for p in params)
+        padded = -(-total // CHUNK) * CHUNK  # zeros at the end change no inner product
         self.places = [place.to(self.device) for place in places]
-        self.dense = torch.zeros(len(places), total, dtype=params[0].dtype, device=self.device)
-        self.update = torch.zeros(total, dtype=params[0].dtype, device=self.device)
+        self.dense = torch.zeros(len(places), padded, dtype=params[0].dtype, device=self.device)
+        self.update = torch.zeros(padded, dtype=params[0].dtype, device=self.device)
         self._labels: dict[str, Tensor] = {}
         self._grads = self._grad_views()
 
@@ -44,13 +47,16 @@ class FlatRows(Rows):
             found = [torch.zeros(spec.stored, dtype=torch.int64) for spec in self.layout.specs]
             for label, piece in zip(self.layout.labels(scope), self.layout.pieces, strict=True):
                 found[piece.param][tuple(slice(a, b) for a, b in piece.box)] = label
-            self._labels[scope] = torch.cat([f.reshape(-1) for f in found]).to(self.device)
+            rest = torch.zeros(self.dense.shape[1] - sum(f.numel() for f in found), dtype=torch.int64)
+            self._labels[scope] = torch.cat([*(f.reshape(-1) for f in found), rest]).to(self.device)
         return self._labels[scope]
 
     def gram(self, scope: str = "all") -> Tensor:
-        wide = self.dense.double()
         if scope == "all":
-            return (wide @ wide.T)[None]
+            # Short inner products in the rows' own precision, their sum in float64: as exact as need be, and one pass.
+            parts = self.dense.view(self.tasks, -1, CHUNK).transpose(0, 1)
+            return torch.bmm(parts, parts.transpose(1, 2)).sum(0, dtype=torch.float64)[None]
+        wide = self.dense.double()
         count = self.blocks(scope).owned.shape[0]
         labels = self.labels(scope)
         gram = torch.zeros(count, self.tasks, self.tasks, dtype=torch.float64, device=self.device)

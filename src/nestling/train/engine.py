@@ -75,6 +75,7 @@ class Graph:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Warm up (libraries choose their kernels), put everything back, capture."""
+        torch.backends.cudnn.benchmark = True  # shapes never change: let cuDNN try its kernels once
         before = snapshot(self.step)
         self.stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

@@ -38,8 +38,9 @@ def pick_device(wanted: str) -> torch.device:
 class Training:
     """One run in progress. `epochs()` does the work; everything that has to survive a kill goes through `run`."""
 
-    def __init__(self, recipe: Recipe, run: RunDir, data: DataSet | None = None) -> None:
-        self.recipe, self.run = recipe, run
+    def __init__(self, recipe: Recipe, run: RunDir, data: DataSet | None = None, until: float = float("inf")) -> None:
+        """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch."""
+        self.recipe, self.run, self.until = recipe, run, until
         self.device = pick_device(recipe.train.device)
         self.data = data or load(recipe.data, self.device)
         seed = torch.Generator().manual_seed(recipe.train.seed)
@@ -70,11 +71,19 @@ class Training:
             self.share_statistics()
             if self.main:
                 self.record(epoch, rates[-1], losses, seconds)
+            if time.monotonic() > self.until and not self.finished:
+                if self.main:
+                    self.save()
+                return
+
+    @property
+    def finished(self) -> bool:
+        return self.done == self.recipe.train.epochs
 
     def record(self, epoch: int, rate: float, losses: Tensor, seconds: float) -> None:
         """One line in the log, then (so that a kill between the two loses nothing) the checkpoint."""
         train = self.recipe.train
-        last = self.done == train.epochs
+        last = self.finished
         line: dict[str, Any] = {
             "epoch": self.done,
             "lr": rate,
@@ -198,7 +207,14 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     )
 
 
-def prepare(recipe: Recipe, path: str, resume: bool, command: str, data: DataSet | None = None) -> Training | None:
+def prepare(
+    recipe: Recipe,
+    path: str,
+    resume: bool,
+    command: str,
+    data: DataSet | None = None,
+    until: float = float("inf"),
+) -> Training | None:
     """A Training over its run folder, new or resumed; None when the run is finished already."""
     run = RunDir.open(path) if resume else RunDir.create(path)
     if resume:
@@ -212,7 +228,7 @@ def prepare(recipe: Recipe, path: str, resume: bool, command: str, data: DataSet
             return None
     else:
         run.write_recipe(recipe)
-    training = Training(recipe, run, data)
+    training = Training(recipe, run, data, until)
     if training.main:
         run.write_provenance(command, str(training.device), resumed=resume)
     if resume:
@@ -234,24 +250,35 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def train(
-    recipe: Recipe, path: str, resume: bool = False, command: str = "nestling.train", quiet: bool = False
+    recipe: Recipe,
+    path: str,
+    resume: bool = False,
+    command: str = "nestling.train",
+    quiet: bool = False,
+    seconds: float = float("inf"),
 ) -> dict[str, Any]:
-    """Train one recipe into a run folder (or go on with it) and return its results."""
+    """Train one recipe into a run folder (or go on with it) and return its results; {} if time was up before."""
+    until = time.monotonic() + seconds
     join_ranks()
-    training = prepare(recipe, path, resume, command)
+    training = prepare(recipe, path, resume, command, until=until)
     if training is None:
         return dict(RunDir.open(path).read_json(RESULTS))
     with progress.bar(recipe.name, quiet or not training.main) as shown:
         for epoch, index in training.epochs():
             shown(training, epoch, index)
-    return training.finish() if training.main else {}
+    return training.finish() if training.main and training.finished else {}
 
 
-def train_side_by_side(recipes: list[tuple[Recipe, str]], command: str = "nestling.train") -> list[dict[str, Any]]:
+def train_side_by_side(
+    recipes: list[tuple[Recipe, str]], command: str = "nestling.train", seconds: float = float("inf")
+) -> list[dict[str, Any]]:
     """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
 
-    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on.
+    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
+    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call. Returns the
+    results of the runs that are finished.
     """
+    until = time.monotonic() + seconds
     trainings = []
     data: dict[Any, DataSet] = {}
     for recipe, path in recipes:
@@ -259,18 +286,20 @@ def train_side_by_side(recipes: list[tuple[Recipe, str]], command: str = "nestli
         key = (recipe.data, recipe.train.device)
         if key not in data:
             data[key] = load(recipe.data, pick_device(recipe.train.device))
-        trainings.append(prepare(recipe, path, begun, command, data[key]))
+        trainings.append(prepare(recipe, path, begun, command, data[key], until))
     turns = [(training, training.epochs()) for training in trainings if training is not None]
     with progress.bar(f"{len(turns)} runs", quiet=False) as shown:
         while turns:
             for training, turn in list(turns):
                 at = next(turn, None)
                 if at is None:
-                    training.finish()
+                    if training.finished:
+                        training.finish()
                     turns = [other for other in turns if other[0] is not training]
                 elif training is turns[0][0]:
                     shown(training, *at)
-    return [dict(RunDir.open(path).read_json(RESULTS)) for _, path in recipes]
+    runs = [RunDir.open(path) for _, path in recipes]
+    return [dict(run.read_json(RESULTS)) for run in runs if run.has(RESULTS)]
 
 
 def join_ranks() -> None:
@@ -280,7 +309,7 @@ def join_ranks() -> None:
 
 
 def command(
-    recipe: str, run: str = "", set: tuple[str, ...] = (), resume: str = "", quiet: bool = False
+    recipe: str, run: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
 ) -> dict[str, Any]:
     """Train a recipe into a run folder, or go on with one that was stopped.
 
@@ -289,14 +318,17 @@ def command(
         run: the run's folder; by default runs/RECIPE.
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
+        minutes: stop at the end of an epoch after so many minutes, to be resumed later; 0 means never.
         quiet: no progress bar.
     """
     chosen = override(named(recipe), set)
     path = resume or run or f"runs/{chosen.name}"
-    words = ["nestling train", recipe, *(f"--set {each}" for each in set)]
-    results = train(chosen, path, resume=bool(resume), command=" ".join(words), quiet=quiet)
-    return {"run": path, **results}
+    words = " ".join(["nestling train", recipe, *(f"--set {each}" for each in set)])
+    seconds = 60 * minutes if minutes else float("inf")
+    return {"run": path, **train(chosen, path, bool(resume), words, quiet, seconds)}
 
 
 def show(result: dict[str, Any]) -> Table:
-    return evaluate.show(result)
+    if "stages" in result:
+        return evaluate.show(result)
+    return Table(f"stopped when time was up; go on with --resume {result['run']}")
