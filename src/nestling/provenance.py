@@ -35,7 +35,13 @@ def provenance(command: str, device: str, clock: Callable[[], float]) -> dict[st
 
 
 def source_commit() -> tuple[str | None, bool | None]:
-    """The commit of nestling's own source and whether it has changed since; None, None outside a checkout."""
+    """The commit of nestling's own source and whether it has changed since; None, None outside a checkout.
+
+    A copy that left its .git behind can be told its commit in NESTLING_COMMIT.
+    """
+    told = os.environ.get("NESTLING_COMMIT")
+    if told:
+        return told, False
     source = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
