@@ -67,11 +67,11 @@ def timed(name: str, logits: ArrayLike, labels: ArrayLike, trace: ArrayLike) -> 
 
 
 def spread(trace: ArrayLike, n: int) -> NDArray[np.float64]:
-    """One measured row per input: input i took as long as repeat i, the trace beginning anew at its end."""
+    """One measured row per input: the trace begins anew at its end, or is gone through evenly if it is the longer."""
     rows = np.asarray(trace, dtype=np.float64)
     if rows.ndim != 2 or not len(rows):
         raise NestlingError(f"a latency trace has the shape (repeats, stages), found {rows.shape}; measure it again")
-    return rows[np.arange(n) % len(rows)]
+    return rows[np.arange(n) * max(1, len(rows) // n) % len(rows)]
 
 
 def deadlines(largest: Timed, fractions: Sequence[float] = FRACTIONS) -> tuple[float, ...]:

@@ -1,0 +1,70 @@
+"""Pictures of the deadline study: error under each deadline, and which stage answers in time.
+
+Comes in: a family and its Study. Goes out: Pictures.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isinf
+
+import numpy as np
+
+from nestling.report.content import Picture, percent, time_text
+from nestling.report.families import Family
+from nestling.report.figures.panel import draw, error_axis, panel, percent_axis
+from nestling.report.study import Study
+from nestling.report.theme import BASE_LOOK, GUESS, ORACLE_LOOKS, PAPER, Look, stage_colour
+
+
+def limit_names(limits: Sequence[float]) -> list[str]:
+    return ["none" if isinf(limit) else f"{limit:.2g}" for limit in limits]
+
+
+def places(limits: Sequence[float]) -> list[float]:
+    """Where the deadlines stand: side by side, and none at all a little apart."""
+    return [float(i) for i in range(len(limits) - 1)] + [len(limits) - 0.4]
+
+
+def errors_at_deadlines(family: Family, study: Study, looks: Mapping[str, Look], name: str, caption: str) -> Picture:
+    with panel() as drawn:
+        xs = places(study.limits)
+        for scheme, rows in study.rows.items():
+            look = looks[scheme] if scheme in study.nests else ORACLE_LOOKS.get(scheme, BASE_LOOK)
+            words = []
+            for row in rows:
+                limit = "no deadline" if isinf(row.deadline) else f"a deadline of {time_text(row.deadline)}"
+                words.append(f"{scheme}, {limit}: {percent(row.error)} % error, {percent(row.guessed)} % guessed")
+            ys = [row.error for row in rows]
+            draw(drawn, look, scheme, xs[:-1], ys[:-1], words[:-1])
+            [dot] = drawn.axes.plot(xs[-1], ys[-1], marker=look.marker, color=look.colour, markerfacecolor=look.face)
+            drawn.tip(dot, words[-1])
+        drawn.axes.set_xticks(xs, limit_names(study.limits))
+        drawn.axes.set_xlabel("deadline, ms")
+        error_axis(drawn.axes, [0.0])
+        drawn.legend_below(3)
+        drawn.axes.set_title(f"{family.name}: error under a deadline")
+        return drawn.picture(name, f"{family.name}: error under deadlines", caption)
+
+
+def who_answered(family: Family, study: Study, scheme: str, name: str, caption: str) -> Picture:
+    with panel() as drawn:
+        axes, rows = drawn.axes, study.rows[scheme]
+        xs = places(study.limits)
+        parts: list[tuple[str, str, list[float]]] = [("nothing ready: a guess", GUESS, [row.guessed for row in rows])]
+        for stage in family.stages:
+            shares = [row.answered[stage - 1] for row in rows]
+            parts.append((f"stage {stage} ({family.sizes[stage - 1]})", stage_colour(stage), shares))
+        bottom = np.zeros(len(rows))
+        for label, colour, shares in parts:
+            bars = axes.bar(xs, shares, 0.82, bottom=bottom, color=colour, edgecolor=PAPER, linewidth=1.2, label=label)
+            for bar, row, share in zip(bars, rows, shares, strict=True):
+                limit = "no deadline" if isinf(row.deadline) else time_text(row.deadline)
+                drawn.tip(bar, f"{limit}: {100 * share:.1f} % {label}")
+            bottom = bottom + np.array(shares)
+        axes.set_xticks(xs, limit_names(study.limits))
+        axes.set_xlabel("deadline, ms")
+        axes.set_ylim(0, 1)
+        axes.grid(visible=False, axis="x")
+        percent_axis(axes)
+        drawn.legend_below(2)
+        axes.set_title(f"{family.name}, {scheme}: which stage answers")
+        return drawn.picture(name, f"{family.name}, {scheme}: which stage answers", caption)

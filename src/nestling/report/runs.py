@@ -1,0 +1,119 @@
+"""Run folders as a report sees them: read whole, with a note of what each one lacks.
+
+Comes in: paths of run folders, or of folders that hold some. Goes out: Runs. A file that is missing is a gap the
+report names; a file that is damaged is an error. Only this room of the report touches run folders.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestling.cost import PROFILE, Latency, load_profile
+from nestling.errors import NestlingError
+from nestling.evaluate import GALLERY, OUTPUTS
+from nestling.recipe import Recipe
+from nestling.rundir import PROVENANCE, RECIPE, RESULTS, RunDir
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What every stage said about every test image, and how sure it was."""
+
+    said: NDArray[np.int64]  # (stages, N) class numbers
+    confidence: NDArray[np.float32]  # (stages, N) softmax of the class said
+    labels: NDArray[np.int64]  # (N)
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        return self.said == self.labels[None, :]
+
+    def settled(self) -> NDArray[np.int64]:
+        """Per image the first stage (from 1) from which on every answer is right; stages + 1 = wrong at the end."""
+        steady = np.logical_and.accumulate(self.right[::-1], axis=0)[::-1]
+        return len(self.said) + 1 - steady.sum(axis=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Some test images, as people see them."""
+
+    images: NDArray[np.uint8]  # (K, C, H, W)
+    indices: NDArray[np.int64]  # (K) into the test split
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    folder: RunDir
+    recipe: Recipe
+    provenance: dict[str, Any]
+    log: tuple[dict[str, Any], ...]
+    results: dict[str, Any]  # empty = the run has not been evaluated
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @property
+    def alone(self) -> int:
+        return self.recipe.network.alone
+
+    @property
+    def stages(self) -> tuple[dict[str, Any], ...]:
+        """The rows of results.json; an independent net's one row carries the number of the stage it stands beside."""
+        rows = self.results.get("stages", [])
+        return tuple({**row, "stage": self.alone or row["stage"]} for row in rows)
+
+    @cached_property
+    def latency(self) -> Latency | None:
+        return load_profile(self.folder) if self.folder.has(PROFILE) else None
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        """Reduced at once to what is needed: the logits of a large test set would not fit in memory run by run."""
+        if not self.folder.has(OUTPUTS):
+            return None
+        tensors, _ = self.folder.load_tensors(OUTPUTS)
+        try:
+            logits, labels = tensors["logits"].float(), tensors["labels"]
+            sure, said = logits.softmax(2).max(2)
+        except (KeyError, IndexError) as error:
+            raise NestlingError(
+                f"{self.folder.path / OUTPUTS} holds {sorted(tensors)}; expected logits (stages, N, classes) and labels "
+                "(N); evaluate the run again"
+            ) from error
+        return Answers(said.numpy(), sure.numpy(), labels.numpy())
+
+    @cached_property
+    def pictures(self) -> Pictures | None:
+        if not self.folder.has(GALLERY):
+            return None
+        tensors, _ = self.folder.load_tensors(GALLERY)
+        return Pictures(tensors["images"].numpy(), tensors["indices"].numpy())
+
+
+def read(path: str | Path) -> Run:
+    folder = RunDir.open(path)
+    return Run(
+        folder,
+        folder.read_recipe(),
+        folder.read_json(PROVENANCE) if folder.has(PROVENANCE) else {},
+        tuple(folder.read_log()),
+        folder.read_json(RESULTS) if folder.has(RESULTS) else {},
+    )
+
+
+def find(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs at these paths; a folder that is no run itself stands for the runs inside it."""
+    folders: dict[Path, None] = {}  # in order, each once
+    for path in map(Path, paths):
+        inside = [] if (path / RECIPE).is_file() else sorted(each.parent for each in path.rglob(RECIPE))
+        for folder in inside or [path]:
+            folders[folder.resolve()] = None
+    if not folders:
+        raise NestlingError("no run folders were named; name at least one, or a folder that holds some")
+    return [read(folder) for folder in folders]

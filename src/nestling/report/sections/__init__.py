@@ -1,0 +1,20 @@
+"""The sections of a report: each a function from the Subject to what is said, shown and missing, in the order of reading.
+
+A section that has nothing to show says what the runs lack. Sections decide what is said; how a figure looks is
+decided in figures/, how a page looks in page.py.
+"""
+
+from collections.abc import Callable
+
+from nestling.report.content import Section
+from nestling.report.sections.answers import answers, calibration, repairs
+from nestling.report.sections.cost import cost
+from nestling.report.sections.deadlines import deadlines
+from nestling.report.sections.headline import headline
+from nestling.report.sections.provenance import provenance
+from nestling.report.sections.training import gradients, training
+from nestling.report.subject import Subject
+
+SECTIONS: tuple[Callable[[Subject], Section], ...] = (
+    headline, cost, deadlines, answers, repairs, calibration, training, gradients, provenance,
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""What an answer costs: error against MACs and against measured latency, and what has not been measured."""
+
+from nestling.report.content import (
+    Block,
+    Cell,
+    Note,
+    Picture,
+    Section,
+    Table,
+    Text,
+    count_text,
+    listed,
+    plural,
+    time_text,
+)
+from nestling.report.families import NEST
+from nestling.report.figures import cost as figures
+from nestling.report.latency import times
+from nestling.report.subject import Subject, pictures
+
+
+def cost(about: Subject) -> Section:
+    drawn: list[Picture | None] = []
+    for family in about.mains:
+        base = family.baseline(about.families)
+        caption = "Multiply-accumulates until the answer is out, for one image. Bars: standard deviation over runs."
+        name = about.name(family, "macs")
+        drawn.append(figures.error_against(family, base, figures.macs, count_text, "MACs", about.looks, name, caption))
+        measured = times(family)
+        if measured:
+            clocked = figures.median_latency(measured.conditions)
+            caption = (
+                f"Median time until the answer is out, over {plural(measured.runs, 'run')}. {measured.conditions}."
+            )
+            name = about.name(family, "latency")
+            drawn.append(
+                figures.error_against(family, base, clocked, time_text, "median latency", about.looks, name, caption)
+            )
+    blocks: list[Block] = [
+        Text(
+            "A nest gives all its answers in one run, each reusing the work before it. The independent nets (dotted) give "
+            "one answer each: which of them to run must be known beforehand."
+        ),
+        *pictures(drawn),
+        *latency_table(about),
+        *unmeasured(about),
+    ]
+    return Section("cost", "What an answer costs", tuple(blocks))
+
+
+def unmeasured(about: Subject) -> list[Block]:
+    """Notes on networks without measured times, and on times that cannot stand beside the others."""
+    notes = []
+    for family in about.families:
+        measured = times(family)
+        lines = [line for line in family.lines if line.runs]
+        missing = [
+            f"{family.name} ({'nest' if line.kind == NEST else line.label}, {family.sizes[stage - 1]})"
+            for line in lines for stage in line.stages()
+            if measured is None or measured.median(line.kind, stage) is None
+        ]  # fmt: skip
+        if missing:
+            missing = list(dict.fromkeys(missing))
+            notes.append(Note(f"No measured latency (profile.json) for {listed(missing)}."))
+        if measured and measured.others:
+            count = plural(measured.others, "run")
+            notes.append(
+                Note(f"{family.name}: {count} measured under other conditions than most; left out of the times.")
+            )
+    return list(notes)
+
+
+def latency_table(about: Subject) -> list[Block]:
+    """Every measured stage of every run."""
+    rows = []
+    for family in about.families:
+        for run in family.runs:
+            if run.latency is None:
+                continue
+            sizes = [family.sizes[run.alone - 1]] if run.alone else family.sizes
+            measured = [run.latency.median(), run.latency.percentile(95), run.latency.percentile(99)]
+            for size, *taken in zip(sizes, *measured, strict=False):
+                numbers = [*map(time_text, taken), f"{len(run.latency.trace):,}"]
+                rows.append((Cell(run.name, code=True), Cell(size), *map(Cell, numbers)))
+    columns = tuple(map(Cell, ("run", "stage", "median", "95 %", "99 %", "repeats")))
+    return [Table("Measured latency of every run", columns, tuple(rows), folded=True, words=2)] if rows else []

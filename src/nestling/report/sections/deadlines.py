@@ -1,0 +1,53 @@
+"""Error under a deadline: the paper's study on every family that was measured, or why there is none."""
+
+from nestling.report.content import Block, Cell, Note, Picture, Section, Table, Text, listed, percent, time_text
+from nestling.report.families import Family
+from nestling.report.figures import deadlines as figures
+from nestling.report.study import Study, study
+from nestling.report.subject import Subject, pictures
+
+
+def deadlines(about: Subject) -> Section:
+    blocks: list[Block] = [
+        Text(
+            "Every test image must be answered by a deadline. An anytime network gives the latest answer that is ready; "
+            "an independent network gives its one answer or none, and without an answer there is only a random guess. "
+            "Oracle_All uses the one independent net that is best for all images at that deadline, Oracle_Each foresees how "
+            "long every net will take on every image: neither can be built."
+        )
+    ]
+    drawn: list[Picture | None] = []
+    tables: list[Block] = []
+    notes: list[Block] = []
+    for family in about.mains:
+        if not family.nests:
+            continue
+        found = study(family, family.baseline(about.families))
+        if isinstance(found, str):
+            notes.append(Note(found))
+            continue
+        runs = listed([f"{scheme} n = {count}" for scheme, count in found.seeds.items()])
+        caption = f"Deadlines are 0.5 to 1 times the mean latency of {found.largest}. {runs}. {found.conditions}."
+        drawn.append(figures.errors_at_deadlines(family, found, about.looks, about.name(family, "deadlines"), caption))
+        scheme = found.nests[0]
+        shares = f"Share of the {family.n:,} {family.split} images that each stage answers in time."
+        drawn.append(figures.who_answered(family, found, scheme, about.name(family, "answering"), shares))
+        tables.append(deadline_table(family, found))
+    blocks += [*pictures(drawn), *tables, *notes]
+    return Section("deadlines", "Error under a deadline", tuple(blocks))
+
+
+def deadline_table(family: Family, found: Study) -> Table:
+    limits = [time_text(limit) for limit in found.limits[:-1]]
+    rows = tuple(
+        (Cell(scheme), *(Cell(f"{100 * row.error:.2f}", small=guesses(row.guessed)) for row in rows))
+        for scheme, rows in found.rows.items()
+    )
+    columns = (Cell("error in %"), *map(Cell, limits), Cell("no deadline"))
+    return Table(
+        f"{family.name}: error under each deadline", columns, rows, "Small print: share of guesses.", folded=True
+    )
+
+
+def guesses(share: float) -> str:
+    return f"{percent(share)} % guessed" if share else ""

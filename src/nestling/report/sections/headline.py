@@ -1,0 +1,103 @@
+"""The headline: every nest at a glance, then error per stage of every way of training, beside the independent nets."""
+
+from nestling.report.content import (
+    Block,
+    Cell,
+    Section,
+    Step,
+    Steps,
+    Table,
+    Text,
+    count_text,
+    percent,
+    plural,
+    spread_cell,
+    time_text,
+)
+from nestling.report.families import ALONE, Family, Line
+from nestling.report.latency import times
+from nestling.report.subject import Subject, lacking
+
+
+def headline(about: Subject) -> Section:
+    blocks: list[Block] = []
+    for family in about.mains:
+        blocks += [steps(family, line) for line in family.nests[:1] if line.stages()]
+    for family in about.families:
+        if any(run.results for run in family.runs):
+            blocks.append(headline_table(family))
+    unjudged = [run for run in about.runs if not run.results]
+    if blocks:
+        blocks.append(
+            Text(
+                "± is the sample standard deviation over n runs; small print under an error is the difference to the "
+                "independent net of the same size, in points; bold is the best nest of a column."
+            )
+        )
+    blocks += lacking(unjudged, "results yet", "These runs have not finished: resume them, then report again.")
+    return Section("headline", "Error per stage", tuple(blocks))
+
+
+def steps(family: Family, line: Line) -> Steps:
+    """The first nest of a family at a glance."""
+    items, measured = [], times(family)
+    for stage in line.stages():
+        error, macs = line.number("error", stage), line.number("macs", stage)
+        time = measured.median(line.kind, stage) if measured else None
+        beside = family.alone[0].number("error", stage) if family.alone else None
+        items.append(
+            Step(
+                stage,
+                family.sizes[stage - 1],
+                f"{percent(error.mean)}\u00a0%" if error else "–",
+                f"after {time_text(time)}"
+                if time is not None
+                else f"after {count_text(macs.mean)} MACs"
+                if macs
+                else "",
+                f"independent {percent(beside.mean)}\u00a0%" if beside else "",
+            )
+        )
+    return Steps(family.name, f"trained with {line.label}, {plural(line.seeds(), 'run')}", tuple(items))
+
+
+def headline_table(family: Family) -> Table:
+    lines = [line for line in family.lines if line.stages()]
+    best = {stage: min(errors) for stage in family.stages if (errors := nest_errors(family, stage))}
+    rows = []
+    for line in lines:
+        cells = [Cell(line.label, small=f"n = {line.seeds()}")]
+        for stage in family.stages:
+            found = line.number("error", stage)
+            beside = difference(family, line, stage)
+            strong = line.kind != ALONE and found is not None and found.mean <= best[stage] and len(family.nests) > 1
+            cells.append(spread_cell(found, beside, strong))
+        rows.append(tuple(cells))
+    for line in lines[:1] if family.nests else []:
+        rows.append(cost_row(family, line, f"MACs, {'independent nets' if line.kind == ALONE else 'nest'}"))
+    for line in family.alone[:1] if family.nests else ():
+        rows.append(cost_row(family, line, "MACs, independent nets"))
+    columns = (
+        Cell("error in %"),
+        *(Cell(size, small=f"stage {s}", stage=s) for s, size in zip(family.stages, family.sizes, strict=True)),
+    )
+    caption = f"{family.n:,} {family.split} images of {family.data}: one image is {100 / family.n:.2g} points."
+    return Table(family.name, columns, tuple(rows), caption, name="headline")
+
+
+def nest_errors(family: Family, stage: int) -> list[float]:
+    found = [line.number("error", stage) for line in family.nests]
+    return [each.mean for each in found if each]
+
+
+def difference(family: Family, line: Line, stage: int) -> str:
+    """How far a nest's stage is from the independent net of its size, in points."""
+    if line.kind == ALONE or not family.alone:
+        return ""
+    mine, theirs = line.number("error", stage), family.alone[0].number("error", stage)
+    return f"{100 * (mine.mean - theirs.mean):+.2f}".replace("-", "−") if mine and theirs else ""
+
+
+def cost_row(family: Family, line: Line, name: str) -> tuple[Cell, ...]:
+    found = [line.number("macs", stage) for stage in family.stages]
+    return (Cell(name), *(Cell(count_text(each.mean) if each else "–") for each in found))

@@ -1,0 +1,60 @@
+"""What a report is about: its families in order, which of them are baselines, and the look of every line.
+
+Comes in: families. Goes out: a Subject, which every section is made from, and what sections share: pictures that may be
+missing, and notes that say which runs lack something.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nestling.report.content import Block, Note, Picture, Pictures, listed
+from nestling.report.families import Family
+from nestling.report.runs import Run
+from nestling.report.theme import Look, looks
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What a report is about."""
+
+    families: tuple[Family, ...]  # those that others are measured against come last
+    looks: Mapping[str, Look]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for family in self.families for run in family.runs)
+
+    @property
+    def mains(self) -> tuple[Family, ...]:
+        """The families that are not merely another one's baseline."""
+        bases = [family.baseline(self.families) for family in self.families]
+        return tuple(family for family in self.families if family not in bases)
+
+    def name(self, family: Family, *words: str) -> str:
+        """A file name for a picture of this family, unique in the report."""
+        same = [each for each in self.families if each.name == family.name]
+        number = [] if len(same) == 1 else [str(same.index(family) + 1)]
+        text = "-".join([family.name, *number, *words])
+        return "".join(letter if letter.isalnum() else "-" for letter in text).strip("-")
+
+
+def subject(families: list[Family]) -> Subject:
+    bases = [family.baseline(families) for family in families]
+    families = sorted(families, key=lambda family: family in bases)
+    nests = dict.fromkeys(line.label for family in families for line in family.nests)
+    alone = dict.fromkeys(line.label for family in families for line in family.alone)
+    return Subject(tuple(families), looks(list(nests), list(alone)))
+
+
+def pictures(found: list[Picture | None]) -> list[Block]:
+    drawn = tuple(each for each in found if each is not None)
+    return [Pictures(drawn)] if drawn else []
+
+
+def lacking(runs: list[Run], what: str, remedy: str) -> list[Block]:
+    """A note that names the runs without something."""
+    if not runs:
+        return []
+    names = [run.name for run in runs]
+    shown = names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"]
+    return [Note(f"No {what} in {listed(shown)}. {remedy}")]

@@ -1,0 +1,86 @@
+"""Writing a report: the page, the Markdown beside it, and a folder of pictures.
+
+Comes in: paths of runs and the page's path. Goes out: the files, and a dict that says where they are and what the
+headline is. Every file is replaced whole.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import NestlingError
+from nestling.files import write_atomically
+from nestling.report.content import Gallery, Picture, Pictures, Report, listed, plural
+from nestling.report.families import Family, families
+from nestling.report.markdown import markdown
+from nestling.report.page import page
+from nestling.report.runs import find
+from nestling.report.sections import SECTIONS
+from nestling.report.subject import Subject, subject
+
+
+def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
+    """Read the runs, write everything, say where it is."""
+    about = subject(families(find(runs)))
+    report = compose(about)
+    folder = out.with_suffix("")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NestlingError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+    drawn = all_pictures(report)
+    for picture in drawn:
+        write_atomically(folder / f"{picture.name}.svg", picture.svg.encode())
+        write_atomically(folder / f"{picture.name}.png", picture.png)
+    words = out.with_suffix(".md")
+    write_atomically(words, markdown(report, folder.name).encode())
+    write_atomically(out, page(report).encode())
+    return {
+        "report": str(out),
+        "markdown": str(words),
+        "pictures": str(folder),
+        "runs": [str(run.folder.path) for run in about.runs],
+        "headline": [headline(family) for family in about.families],
+    }
+
+
+def compose(about: Subject) -> Report:
+    """Title and lead, then every section."""
+    data = sorted({family.data for family in about.families})
+    nests = [family for family in about.families if family.nests]
+    splits = dict.fromkeys(
+        f"{family.n:,} {family.split} images of {family.data}" for family in about.families if family.n
+    )
+    lead = (
+        "An anytime network answers several times while it runs: a first answer early, better ones later, each reusing the "
+        f"work before it. This report is made from {plural(len(about.runs), 'run folder')}; "
+        f"errors are on {listed(list(splits)) or 'no images yet'}."
+    )
+    title = f"Anytime networks on {listed(data)}" if nests else f"Networks on {listed(data)}"
+    return Report(title, lead, tuple(section(about) for section in SECTIONS))
+
+
+def all_pictures(report: Report) -> list[Picture]:
+    blocks = [block for section in report.sections for block in section.blocks]
+    drawn = [picture for block in blocks if isinstance(block, Pictures) for picture in block.items]
+    return drawn + [block.sheet for block in blocks if isinstance(block, Gallery)]
+
+
+def headline(family: Family) -> dict[str, Any]:
+    lines = []
+    for line in family.lines:
+        stages = []
+        for stage in line.stages():
+            error, macs = line.number("error", stage), line.number("macs", stage)
+            if error:
+                row = {"stage": stage, "size": family.sizes[stage - 1], "error": error.mean, "std": error.std}
+                stages.append(row | {"macs": macs.mean if macs else None})
+        lines.append({"training": line.label, "kind": line.kind, "n": line.seeds(), "stages": stages})
+    return {
+        "network": family.name,
+        "data": family.data,
+        "split": family.split,
+        "n": family.n,
+        "sizes": list(family.sizes),
+        "lines": lines,
+    }
