@@ -25,8 +25,9 @@ FLOW = """
     recipes
     train
     cost
-    deadline profile
-    runtime portable export predict serve
+    deadline
+    anytime confidence
+    runtime portable export profile predict serve
     report paper
     demo
     cli

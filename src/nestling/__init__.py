@@ -25,6 +25,7 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "SGD": "nestling.combine",
     "SumSGD": "nestling.combine",
     "backward": "nestling.gradients",
+    "Runtime": "nestling.runtime",
     "override": "nestling.recipe",
 }
 

@@ -1,0 +1,254 @@
+"""The caller's side of a runtime: questions with deadlines in, answers on time out.
+
+In: an engine and a Spec. `answer` comes back by the deadline with the best stage that was done, `answers` yields each stage
+as it finishes, `submit` can be cancelled from elsewhere. The calling thread sleeps on a timer of its own, less the margin
+by which this machine wakes threads late, and never waits for a stage. Runs nothing itself: that is worker.py.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from nestling.anytime.answer import Answer, softmax
+from nestling.anytime.engine import Engine, Floats
+from nestling.anytime.inputs import Intake, deadlines, seconds
+from nestling.anytime.pace import Margin, Pace
+from nestling.anytime.spec import Spec
+from nestling.anytime.work import News, Row, Work
+from nestling.anytime.worker import Worker
+from nestling.errors import NestlingError
+
+Limit = float | Sequence[float | None] | None  # seconds for all images, or one for each; None = no deadline
+MEMORY = 64 * 2**20  # bytes of state kept for unfinished answers
+LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
+MOST_TOGETHER = 64  # images that go through a stage together
+
+
+class Anytime:
+    """Answers by a deadline. Thread-safe; use it as a context manager, or close it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: Spec,
+        pace: Pace | None = None,
+        memory: int = MEMORY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`memory` bounds the state kept for refining, in bytes; `clock` must be the one that sleeping follows."""
+        if engine.stages != spec.stages:
+            raise NestlingError(f"{spec.name}: the engine has {engine.stages} stages, expected {spec.stages}")
+        self.engine, self.spec, self.clock = engine, spec, clock
+        self.pace = pace or Pace(stages=engine.stages)
+        self.margin = Margin()
+        self.intake = Intake(spec)
+        prior = np.array(spec.prior or [1 / len(spec.classes)] * len(spec.classes), np.float32)
+        self.prior: Floats = prior
+        self.thresholds: tuple[float, ...] = ()
+        keep = max(1, memory // max(1, engine.row_bytes))
+        if engine.most:  # those queued and those parked, each at most `keep`, and the one that runs
+            keep = max(1, min(keep, (engine.most - 1) // 2))
+        self.together = MOST_TOGETHER if engine.most else min(MOST_TOGETHER, keep)
+        self.worker = Worker(engine, self.pace, keep, clock)
+        # The worker's thread does not know this object: when it is forgotten or Python ends, the thread ends too.
+        self._finalizer = weakref.finalize(self, self.worker.close)
+
+    def close(self) -> None:
+        """End the worker and free the engine. Calls that wait come back with what they have; later ones are refused."""
+        self._finalizer()
+
+    # --- the four ways to ask ------------------------------------------------------------------------------------
+
+    def answer(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> Any:
+        """The best Answer within `deadline` seconds (None: the last stage's); a list of them for a batch (N,C,H,W).
+
+        A batch may have one deadline per image, and the call returns at the last one. `confident` gives per stage the
+        probability at which an answer is sure enough to be final (nestling.confidence finds them).
+        """
+        return self.submit(x, deadline, confident).result()
+
+    def answers(self, x: Any, confident: Sequence[float] | None = None) -> Generator[Any, None, None]:
+        """Yield the Answer of each stage as it finishes (lists of them for a batch); stop whenever you like."""
+        pending = self.ask(x, None, confident, every=True)
+        try:
+            yield from pending.stages()
+        finally:
+            pending.cancel()
+
+    def each(
+        self, x: Any, deadline: Limit, confident: Sequence[float] | None = None
+    ) -> Generator[tuple[int, Answer], None, None]:
+        """(position, Answer) of every image of a batch, each by its own deadline, the earliest first."""
+        pending = self.submit(x, deadline, confident)
+        try:
+            yield from pending.each()
+        finally:
+            pending.cancel()
+
+    def submit(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> "Pending":
+        """Ask now, take the answer later: `pending.result()`. Another thread may `pending.cancel()`."""
+        return self.ask(x, deadline, confident, every=False)
+
+    # --- what the above share ------------------------------------------------------------------------------------
+
+    def ask(self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool) -> "Pending":
+        began = self.clock()
+        self.check_open()
+        x = self.to_numpy(x)
+        images, single = self.intake.images(x)
+        limits = deadlines(deadline, len(images))
+        thresholds = self.check_thresholds(confident)
+        rows = [Row(began + limit, thresholds) for limit in limits]
+        pending = Pending(self, rows, limits, began, single, every)
+        for start in range(0, len(rows), self.together):
+            part = slice(start, start + self.together)
+            self.worker.submit(Work(rows[part], images[part]))
+        if self.worker.closing:  # closed meanwhile by another thread: nobody would wake us
+            pending.signal.put(None)
+        return pending
+
+    def refine(self, row: Row, deadline: float | None) -> Answer:
+        began = self.clock()
+        limit = seconds(deadline)
+        self.check_open()
+        pending = Pending(self, [row], [limit], began, True)
+        if limit > 0:
+            self.worker.extend(row, began + limit)
+        if row.final or self.worker.closing:
+            pending.signal.put(None)
+        answer: Answer = pending.result()
+        return answer
+
+    def to_numpy(self, x: Any) -> Any:
+        """Where a runtime takes more than arrays, it makes them arrays here."""
+        return x
+
+    def check_open(self) -> None:
+        if self.worker.closing:
+            raise NestlingError(f"this runtime of {self.spec.name} is closed; make a new one")
+
+    def check_thresholds(self, confident: Sequence[float] | None) -> tuple[float, ...]:
+        if confident is None:
+            return self.thresholds
+        found = tuple(float(value) for value in confident)
+        if len(found) not in (self.spec.stages, self.spec.stages - 1) or any(value != value for value in found):
+            raise NestlingError(
+                f"found the thresholds {found}, expected one number per stage but the last ({self.spec.stages - 1})"
+            )
+        return found
+
+    def form(self, row: Row, began: float, news: News | None = None) -> Answer:
+        """What is known of a row now (or was, when the news came), as an Answer."""
+        if row.error is not None:
+            raise NestlingError(f"stage {row.best[0] + 1} of {self.spec.name} failed: {row.error}") from row.error
+        final = row.final if news is None else news.final  # read before the logits: they may only be newer
+        stage, logits = row.best if news is None else (news.stage, news.logits)
+        probabilities = self.prior if logits is None else softmax(logits)
+        label = int(probabilities.argmax())
+        size = self.spec.sizes[stage - 1] if stage else ""
+        refine = partial(self.refine, row)
+        return Answer(label, self.spec.classes[label], probabilities, stage, size, self.clock() - began, final, refine)
+
+    def __enter__(self) -> "Anytime":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pending:
+    """A question that is being worked on."""
+
+    def __init__(
+        self, runtime: Anytime, rows: list[Row], limits: list[float], began: float, single: bool, every: bool = False
+    ) -> None:
+        """`every`: be woken up by every stage, not only by a last one."""
+        self.runtime, self.rows, self.limits, self.began, self.single = runtime, rows, limits, began, single
+        self.signal: SimpleQueue[News | None] = SimpleQueue()  # None = do not wait any longer
+        for row in rows:
+            row.listeners = (*row.listeners, (self.signal, every))
+
+    def cancel(self) -> None:
+        """Stop working on this. Whoever waits for the result gets the best so far, at once."""
+        self.runtime.worker.cancel([row for row in self.rows if not row.final])
+        self.signal.put(None)
+
+    def result(self) -> Any:
+        """Wait until the deadline or the last stage: an Answer, or a list of them."""
+        found: list[Answer | None] = [None] * len(self.rows)
+        for index, answer in self.each():
+            found[index] = answer
+        return found[0] if self.single else found
+
+    def each(self) -> Iterator[tuple[int, Answer]]:
+        """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
+        runtime = self.runtime
+        wake = [self.began + runtime.margin.before(limit) for limit in self.limits]
+        due = {id(row): at for row, at in zip(self.rows, wake, strict=True)}
+        places = {id(row): index for index, row in enumerate(self.rows)}
+        waiting = sorted(self.rows, key=lambda row: due[id(row)])
+        try:
+            while waiting:
+                ready = self.wait(waiting, due[id(waiting[0])])
+                for row in ready:
+                    waiting.remove(row)
+                    yield places[id(row)], runtime.form(row, self.began)
+        finally:
+            self.leave()
+
+    def wait(self, waiting: list[Row], until: float) -> list[Row]:
+        """Sleep until some row needs no more waiting: it is final, its time is up, or waiting was called off."""
+        runtime = self.runtime
+        while not (ready := [row for row in waiting if row.final]):
+            left = until - runtime.clock()
+            if left <= 0:
+                runtime.worker.expire()
+                return [waiting[0]]
+            try:
+                news = self.signal.get(timeout=min(left, LONGEST_SLEEP))
+            except Empty:
+                runtime.margin.observe(runtime.clock() - until)
+                continue
+            if news is None and not any(row.error for row in waiting):
+                return list(waiting)
+        return ready
+
+    def stages(self) -> Iterator[Any]:
+        """The answers of each stage as it finishes, all images together."""
+        latest: dict[int, News] = {}  # by row
+        early: list[News] = []  # of stages not yet shown
+        try:
+            for stage in range(1, self.runtime.spec.stages + 1):
+                waiting = {id(row) for row in self.rows if not (id(row) in latest and latest[id(row)].final)}
+                while waiting:
+                    ahead = [news for news in early if news.stage == stage]
+                    early = [news for news in early if news.stage != stage]
+                    latest_news: list[News | None] = [*ahead] or [self.signal.get()]
+                    for news in latest_news:
+                        if news is None:  # cancelled, closed or failed
+                            for row in self.rows:
+                                self.runtime.form(row, self.began)  # raises if it failed
+                            return
+                        if news.stage > stage:
+                            early.append(news)
+                        else:
+                            latest[id(news.row)] = news
+                            waiting.discard(id(news.row))
+                answers = [self.runtime.form(row, self.began, latest[id(row)]) for row in self.rows]
+                yield answers[0] if self.single else answers
+                if all(answer.final for answer in answers):
+                    return
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        for row in self.rows:
+            row.listeners = tuple(each for each in row.listeners if each[0] is not self.signal)

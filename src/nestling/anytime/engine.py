@@ -1,0 +1,75 @@
+"""What runs stages: the contract between the deadline's worker and ONNX Runtime, eager torch or a CUDA graph.
+
+An engine is used by one thread, the worker's. State is opaque to everybody else and goes back to its engine when nothing
+refers to it any more. A step that is told to stop raises Abandoned as soon as it can, and leaves the state it was given
+usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+State = Any  # the engine's own
+
+
+class Abandoned(Exception):
+    """A stage stopped half-way because nobody waits for it any more."""
+
+
+class Stop:
+    """Asks a running step to end early, from any thread."""
+
+    __slots__ = ("asked", "hook")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.hook: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        self.asked = True
+        hook = self.hook
+        if hook is not None:
+            hook()
+
+    def call(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called when the step shall end; at once if that has been asked already."""
+        self.hook = hook
+        if self.asked:
+            hook()
+
+    def check(self) -> None:
+        """For engines that go layer by layer."""
+        if self.asked:
+            raise Abandoned
+
+
+class Engine(Protocol):
+    """Runs the stages of one network, 1 to `stages`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Most memory that the state of one image takes."""
+
+    @property
+    def most(self) -> int:
+        """How many states it can hold at a time; 0 = as many as there is memory for."""
+
+    def start(self, x: Floats) -> State:
+        """State before stage 1 of normalised images (n,C,H,W)."""
+
+    def step(self, stage: int, state: State, stop: Stop) -> tuple[Floats, State]:
+        """Run one stage on the state that the stage before left: logits (n,classes) and the state after it."""
+
+    def take(self, state: State, rows: Sequence[int]) -> State:
+        """State of some of the images; the given state stays as it is."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,71 @@
+"""How long stages take here and now: profiled latencies, times one slow-down factor that is estimated as we go.
+
+In: the latency of each stage on the quiet device (from a profile, or from the first runs), and every latency observed
+since. Out: what the next stage will take. The factor is one number, filtered in the logarithm, so that twice as slow and
+twice as fast weigh the same. Beside it, the margin: how late this machine wakes a thread up.
+"""
+
+import math
+from collections.abc import Sequence
+
+GAIN = 0.2  # how much a new observation counts; a busy machine is noticed within about five stages
+LIMIT = (
+    4.0  # one observation counts as at most this many times slower or faster than expected: stalls are rare, not news
+)
+
+
+class Pace:
+    """Predicts stage latencies. Seconds everywhere; stages count from 1."""
+
+    def __init__(self, latencies: Sequence[float] = (), stages: int = 0) -> None:
+        """`latencies` are those of each stage by itself; unknown ones (none given) are learnt from what is observed."""
+        self.base = list(latencies) or [0.0] * stages
+        self._log = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """1.0 = as profiled, 2.0 = everything takes twice as long."""
+        return math.exp(self._log)
+
+    def observe(self, stage: int, latency: float, images: int = 1) -> None:
+        """A stage took this long on so many images. Only single images move the factor: batches cost less per image."""
+        if latency <= 0 or images != 1:
+            return
+        base = self.base[stage - 1]
+        if not base:
+            self.base[stage - 1] = latency
+            return
+        ratio = math.log(latency / base) - self._log
+        self._log += GAIN * max(-math.log(LIMIT), min(math.log(LIMIT), ratio))
+
+    def predict(self, stage: int, images: int = 1) -> float:
+        """What this stage will take. For a batch an upper estimate: as if its images came one by one."""
+        return self.base[stage - 1] * self.slowdown * images
+
+    def reach(self, seconds: float) -> int:
+        """The last stage that a fresh image will have finished after so many seconds; 0 if none."""
+        spent = 0.0
+        for stage in range(1, len(self.base) + 1):
+            spent += self.predict(stage)
+            if spent > seconds:
+                return stage - 1
+        return len(self.base)
+
+
+class Margin:
+    """How much before a deadline to wake up so as to be back in time: the 95th percentile of recent lateness."""
+
+    LEAST, MOST = 20e-6, 50e-3
+    RATE = 0.2
+
+    def __init__(self) -> None:
+        self.value = 100e-6
+
+    def observe(self, late: float) -> None:
+        """A wake-up came this long after it was due. Moves up 19 times as far as down, so it settles at 95 %."""
+        moved = self.value * math.exp(self.RATE * (0.95 if late > self.value else -0.05))
+        self.value = min(self.MOST, max(self.LEAST, moved))
+
+    def before(self, deadline: float) -> float:
+        """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
+        return deadline - min(self.value, deadline / 5)

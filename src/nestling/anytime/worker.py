@@ -1,0 +1,221 @@
+"""The worker: runs stages in a thread of its own, and decides which.
+
+In: works, groups of images that have the same stages behind them. Whoever has least goes first: everybody gets stage 1
+before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
+wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept
+for later, the newest `keep` of them. Callers never wait for a stage: they look at `row.best` when their time is up.
+"""
+
+import heapq
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+
+from nestling.anytime.answer import softmax
+from nestling.anytime.engine import Abandoned, Engine, Floats, Stop
+from nestling.anytime.pace import Pace
+from nestling.anytime.work import News, Row, Work
+
+COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
+
+
+class Worker:
+    """Owns the thread, the queues and the engine. Everything here is thread-safe."""
+
+    def __init__(self, engine: Engine, pace: Pace, keep: int, clock: Callable[[], float]) -> None:
+        self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
+        self.lock = threading.Lock()
+        self.wake = threading.Condition(self.lock)
+        self.fresh: list[tuple[float, int, Work]] = []  # heaps: without any stage yet, by deadline
+        self.begun: list[tuple[int, float, int, Work]] = []  # by stages done, then deadline
+        self.late: list[tuple[float, int, Work]] = []  # given up while others waited; tried again when nobody does
+        self.order = itertools.count()
+        self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
+        self.parked_images = self.begun_images = 0
+        self.running: Work | None = None
+        self.closing = False
+        self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
+        self.thread.start()
+
+    # --- called by anybody ---------------------------------------------------------------------------------------
+
+    def submit(self, work: Work) -> None:
+        """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
+        with self.lock:
+            if work.deadline() <= self.clock():
+                work.rest()
+                return
+            self.push(work)
+            running = self.running
+            if running is not None and running.deadline() <= self.clock():
+                running.stop.set()
+            self.wake.notify()
+
+    def extend(self, row: Row, deadline: float) -> None:
+        """Somebody wants more of this row: queue it unless it is on its way."""
+        with self.lock:
+            row.deadline = max(row.deadline, deadline)
+            work = row.work
+            if row.final or work is None or work.running or work.queued:
+                return
+            self.push(work.resume(row))
+            self.wake.notify()
+
+    def expire(self) -> None:
+        """Somebody's time is up: the stage ends at the next layer if it was for them and others wait. Takes no lock, so as
+        not to be late itself; at worst a stage ends that was just asked for again, and is begun anew."""
+        running = self.running
+        if running is not None and (self.fresh or self.begun) and running.deadline() <= self.clock():
+            running.stop.set()
+
+    def cancel(self, rows: Sequence[Row]) -> None:
+        """Nobody wants more of these rows."""
+        for row in rows:
+            row.deadline = -inf
+        running = self.running
+        if running is not None and running.deadline() == -inf:
+            running.stop.set()
+
+    def close(self) -> None:
+        """End the running stage, the thread and the engine. Waiting callers are told, and answer with what they have."""
+        with self.lock:
+            if self.closing:
+                return
+            self.closing = True
+            if self.running is not None:
+                self.running.stop.set()
+            self.wake.notify()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+        self.engine.close()
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def push(self, work: Work) -> None:
+        work.queued = True
+        if work.done:
+            heapq.heappush(self.begun, (work.done, work.deadline(), next(self.order), work))
+            self.begun_images += len(work.rows)
+        else:
+            heapq.heappush(self.fresh, (work.deadline(), next(self.order), work))
+
+    def pop(self) -> Work | None:
+        """The next work in turn, whether or not it still has time."""
+        # New images wait when the states of begun ones already fill the memory.
+        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].rows) > self.keep
+        work: Work | None = None
+        if self.fresh and not full:
+            work = heapq.heappop(self.fresh)[-1]
+        elif self.begun:
+            work = heapq.heappop(self.begun)[-1]
+            self.begun_images -= len(work.rows)
+        elif self.late:
+            work = heapq.heappop(self.late)[-1]
+        if work is not None:
+            work.queued = False
+        return work
+
+    def choose(self) -> Work | None:
+        """The work to run now; those that have no time left are put aside."""
+        while (work := self.pop()) is not None:
+            now, others = self.clock(), bool(self.fresh or self.begun)
+            alive = [place for place, row in enumerate(work.rows) if row.deadline > now and not row.final]
+            if not alive:
+                self.park(work)
+            elif others and now + self.pace.predict(work.done + 1, len(alive)) > work.deadline():
+                work.queued = True
+                heapq.heappush(self.late, (work.deadline(), next(self.order), work))
+            elif len(alive) <= COMPACT * len(work.rows):
+                idle, work = work, work.part(alive)
+                self.park(idle)
+                return work
+            else:
+                return work
+        return None
+
+    def park(self, work: Work) -> None:
+        """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
+        if work.rest() and work.state is not None:
+            self.parked.append((weakref.ref(work), len(work.x)))
+            self.parked_images += len(work.x)
+        while self.parked_images > self.keep:
+            reference, count = self.parked.popleft()
+            self.parked_images -= count
+            old = reference()
+            if old is not None and not (old.queued or old.running):
+                old.forget()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """The thread: stage after stage until the end, and then nobody is left waiting."""
+        try:
+            while self.turn():
+                pass
+        finally:
+            with self.lock:
+                self.closing = True
+                left = [entry[-1] for heap in (self.fresh, self.begun, self.late) for entry in heap]
+                left += [self.running] if self.running is not None else []
+                for heap in (self.fresh, self.begun, self.late, self.parked):
+                    heap.clear()
+            for work in left:
+                for row in work.rows:
+                    row.tell(None)
+                work.rest()
+
+    def turn(self) -> bool:
+        """Wait for work and do one stage of it; False when it is time to go."""
+        with self.lock:
+            while not self.closing and (work := self.choose()) is None:
+                self.wake.wait()
+            if self.closing:
+                return False
+            assert work is not None
+            self.running, work.running, work.stop = work, True, Stop()
+        self.advance(work)
+        with self.lock:
+            work.running = False
+            if self.closing:
+                return False
+            self.running = None
+            if all(row.final for row in work.rows):
+                work.forget()
+            else:
+                self.push(work)
+        return True
+
+    def advance(self, work: Work) -> None:
+        """One stage of one work, and the news of it."""
+        stage = work.done + 1
+        try:
+            if work.state is None:
+                work.state = self.engine.start(work.x)
+            elif work.pick is not None:
+                work.state = self.engine.take(work.state, work.pick)
+            work.pick = None
+            began = self.clock()
+            logits, work.state = self.engine.step(stage, work.state, work.stop)
+        except Abandoned:
+            return
+        except Exception as error:
+            for row in work.rows:
+                row.fail(error)
+            return
+        self.pace.observe(stage, self.clock() - began, len(work.rows))
+        work.done = stage
+        self.publish(work.rows, stage, logits)
+
+    def publish(self, rows: Sequence[Row], stage: int, logits: Floats) -> None:
+        last = stage == self.engine.stages
+        sure = softmax(logits).max(axis=1) if not last and any(row.thresholds for row in rows) else None
+        for index, row in enumerate(rows):
+            if row.final or stage <= row.best[0]:
+                continue  # an earlier stage again, after its state had to go
+            row.best = (stage, logits[index])
+            if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
+                row.final, row.work = True, None
+            row.tell(News(row, stage, logits[index], row.final))

@@ -1,0 +1,108 @@
+"""The Runtime: nestling.anytime on a trained network.
+
+In: a NestedNet, or the folder of a run, whose recipe, weights, results and profile it reads. It builds the engine, warms it
+up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's business.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nestling.anytime.caller import MEMORY, Anytime
+from nestling.anytime.engine import Engine, Stop
+from nestling.anytime.pace import Pace
+from nestling.anytime.spec import Spec
+from nestling.data import load
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet, build
+from nestling.rundir import RESULTS, RunDir
+from nestling.runtime.build import build_engine
+
+WARM_UP = 5  # runs through all stages before the first question
+
+
+class Runtime(Anytime):
+    """`Runtime(net_or_run)`: answers by a deadline. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        source: NestedNet | RunDir | str | Path,
+        device: str = "auto",
+        engine: str = "auto",
+        threads: int = 1,
+        memory: int = MEMORY,
+        spec: Spec | None = None,
+    ) -> None:
+        """`source` is a network or a run's folder. `spec` says more about a bare network than its plan does."""
+        device = choose_device(device)
+        if isinstance(source, NestedNet):
+            net, spec = source, spec or bare_spec(source)
+        else:
+            net, found = load_run(source if isinstance(source, RunDir) else RunDir.open(source))
+            spec = spec or found
+        built = build_engine(net, device, engine, threads)
+        self.device = device
+        super().__init__(built, spec, Pace(warm_up(built, spec)), memory)
+
+    def to_numpy(self, x: Any) -> Any:
+        return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+
+
+def choose_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise NestlingError(f"unknown device {device!r}; expected auto, cpu or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise NestlingError(f"device {device!r} asks for a GPU, but torch finds none; use device='cpu'")
+    return device
+
+
+def bare_spec(net: NestedNet) -> Spec:
+    """What a network alone tells: shapes and sizes; its classes are called by number."""
+    node = net.plan.input
+    height, width = node.size
+    classes = net.plan.by_name[net.plan.heads[-1]].channels
+    return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
+
+
+def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
+    """A run's network with its weights, and what its folder and data set know about it."""
+    recipe = run.read_recipe()
+    results = run.read_json(RESULTS) if run.has(RESULTS) else {}
+    try:
+        data = load(recipe.data)
+    except NestlingError:  # the data need not be on the machine that answers
+        data = None
+    classes = data.classes if data else tuple(results.get("classes", ()))
+    net = build(recipe.network, classes=len(classes) or None, shape=data.shape if data else None)
+    run.load_weights(net)
+    spec = bare_spec(net)
+    errors = tuple(float(row["error"]) for row in results.get("stages", ()))
+    spec = replace(spec, classes=classes or spec.classes, errors=errors)
+    if data:
+        counts = np.bincount(data.train.labels.cpu().numpy(), minlength=len(classes))
+        prior = tuple(float(v) for v in counts / counts.sum())
+        spec = replace(spec, mean=data.mean, std=data.std, prior=prior)
+    return net, spec
+
+
+def warm_up(engine: Engine, spec: Spec, repeats: int = WARM_UP) -> Sequence[float]:
+    """Run every stage a few times and return how long each takes by itself: the median, in seconds."""
+    x = np.zeros((1, *spec.shape), np.float32)
+    seen: list[list[float]] = [[] for _ in range(engine.stages)]
+    for _ in range(repeats):
+        state = engine.start(x)
+        for stage in range(1, engine.stages + 1):
+            began = time.perf_counter()
+            _, state = engine.step(stage, state, Stop())
+            seen[stage - 1].append(time.perf_counter() - began)
+    return [statistics.median(times[1:]) for times in seen]

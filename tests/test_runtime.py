@@ -1,0 +1,580 @@
+"""Answers by a deadline: what is answered and when, refining, batches, cancelling, bounded memory, bad input.
+
+Times come from an engine whose stages last as long as they are told; what is computed is checked on real networks.
+"""
+
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nestling
+from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop
+from nestling.anytime.answer import softmax
+from nestling.anytime.engine import Floats
+from nestling.anytime.pace import Margin
+from nestling.errors import NestlingError
+from nestling.nets import NETS, NestedNet, build
+from nestling.recipe import NetworkRecipe
+from nestling.runtime import Runtime
+
+SHAPE = (1, 2, 2)
+SLACK = 0.25  # seconds a loaded test machine may be late
+
+
+class Timed:
+    """Stages that take as long as they are told. Stage s answers class s; what runs is written down."""
+
+    name = "timed"
+    row_bytes = 1000
+    most = 0
+
+    def __init__(self, seconds: Sequence[float], classes: int = 5) -> None:
+        self.seconds, self.classes = list(seconds), classes
+        self.log: list[tuple[int, int]] = []  # (stage, images) of every stage finished
+        self.begun: list[int] = []
+        self.closed = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.seconds)
+
+    def start(self, x: Floats) -> tuple[int, Floats]:
+        return 0, x
+
+    def step(self, stage: int, state: tuple[int, Floats], stop: Stop) -> tuple[Floats, tuple[int, Floats]]:
+        done, x = state
+        assert done == stage - 1, "stages go in order, on the state of the stage before"
+        self.begun.append(stage)
+        end = time.monotonic() + self.seconds[stage - 1]
+        while (left := end - time.monotonic()) > 0:
+            stop.check()
+            time.sleep(min(left, 0.002))
+        self.log.append((stage, len(x)))
+        logits = np.zeros((len(x), self.classes), np.float32)
+        logits[:, stage] = 1.0 + x[:, 0, 0, 0]
+        return logits, (stage, x)
+
+    def take(self, state: tuple[int, Floats], rows: Sequence[int]) -> tuple[int, Floats]:
+        return state[0], state[1][list(rows)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def timed(*seconds: float, memory: int = 64_000, pace: Pace | None = None) -> tuple[Anytime, Timed]:
+    engine = Timed(seconds)
+    spec = Spec(
+        "timed", SHAPE, tuple("abcde"), tuple(f"s{i + 1}" for i in range(len(seconds))), prior=(0.1, 0.2, 0.4, 0.2, 0.1)
+    )
+    return Anytime(engine, spec, pace, memory), engine
+
+
+def image(value: float = 0.0) -> Floats:
+    return np.full(SHAPE, value, np.float32)
+
+
+def threads_of_ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nestling-stages"]
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("deadline", "stage"), [(0.1, 0), (0.3, 1), (0.5, 2), (5.0, 3), (None, 3), (math.inf, 3)])
+def test_the_best_stage_done_by_the_deadline_and_on_time(deadline: float | None, stage: int) -> None:
+    runtime, _ = timed(0.2, 0.2, 0.2)
+    with runtime:
+        answer = runtime.answer(image(), deadline)
+        assert (answer.stage, answer.final) == (stage, stage == 3)
+        assert answer.elapsed <= min(deadline or 5.0, 0.6) + SLACK
+        assert answer.name == "abcde"[stage or 2] and answer.label == (stage or 2)
+        assert answer.size == ("" if stage == 0 else f"s{stage}")
+        np.testing.assert_allclose(answer.probabilities.sum(), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("deadline", [0, 0.0, -1, -math.inf, np.float32(0), 1e-9])
+def test_zero_and_past_deadlines_answer_with_the_prior(deadline: float) -> None:
+    runtime, engine = timed(0.01, 0.01)
+    with runtime:
+        answer = runtime.answer(image(), deadline)
+        assert (answer.stage, answer.label, answer.final) == (0, 2, False)
+        np.testing.assert_allclose(answer.probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
+        assert answer.elapsed < SLACK
+        assert answer.refine().stage == 2
+    assert [stage for stage, _ in engine.log] == [1, 2]
+
+
+def test_refining_goes_on_where_the_answer_stopped() -> None:
+    runtime, engine = timed(0.1, 0.1, 0.1, 0.1)
+    with runtime:
+        first = runtime.answer(image(), 0.15)
+        time.sleep(0.15)  # the stage that was running may finish meanwhile
+        second = first.refine(0.12)
+        last = second.refine()
+        assert first.stage <= second.stage < last.stage == 4 and last.final
+        assert last.refine() is last
+        assert [stage for stage, _ in engine.log] == [1, 2, 3, 4]  # each stage once
+
+
+def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() -> None:
+    runtime, engine = timed(0.02, 0.2)
+    with runtime:
+        first = runtime.answer(image(), 0.1)
+        assert first.stage == 1
+        time.sleep(0.2 + SLACK)
+        second = first.refine(0)  # no more time, but it is done already
+        assert second.stage == 2 and second.final
+        assert engine.begun == [1, 2]
+
+
+def test_a_stage_whose_time_is_up_ends_when_somebody_comes() -> None:
+    runtime, engine = timed(0.01, 2.0)
+    with runtime:
+        first = runtime.answer(image(), 0.1)
+        assert first.stage == 1
+        began = time.monotonic()
+        second = runtime.answer(image(), 0.5)
+        assert second.stage == 1 and time.monotonic() - began < 0.5 + SLACK
+        assert engine.log == [(1, 1), (1, 1)] and engine.begun[:2] == [1, 2]
+
+
+def test_answers_yields_every_stage_in_order_and_may_be_stopped() -> None:
+    runtime, _ = timed(0.02, 0.02, 0.02)
+    with runtime:
+        seen = list(runtime.answers(image()))
+        assert [(a.stage, a.final) for a in seen] == [(1, False), (2, False), (3, True)]
+        assert [a.label for a in seen] == [1, 2, 3]
+        answers = runtime.answers(image())
+        first = next(answers)
+        answers.close()
+        assert first.stage == 1
+        assert first.refine().stage == 3
+
+
+def test_a_slow_reader_still_sees_every_stage() -> None:
+    runtime, _ = timed(0.001, 0.001, 0.001)
+    with runtime:
+        seen = []
+        for answer in runtime.answers(image()):
+            time.sleep(0.03)
+            seen.append(answer.label)
+        assert seen == [1, 2, 3]
+
+
+def test_stopping_the_loop_abandons_the_stage() -> None:
+    runtime, engine = timed(0.01, 5.0)
+    with runtime:
+        for _ in runtime.answers(image()):
+            break
+        assert runtime.answer(image(), 1.0).stage == 1  # would be the prior if stage 2 still ran
+    assert engine.log == [(1, 1), (1, 1)]
+
+
+# --- many callers ------------------------------------------------------------------------------------------------
+
+
+def test_everybody_gets_stage_1_before_anybody_gets_stage_2() -> None:
+    runtime, engine = timed(0.03, 0.03, 0.03)
+    with runtime:
+        pending = [runtime.submit(image(), 5.0) for _ in range(6)]
+        answers = [each.result() for each in pending]
+    assert all(answer.final for answer in answers)
+    stages = [stage for stage, _ in engine.log]
+    assert stages[-12:] == [2] * 6 + [3] * 6 and stages.count(1) == 6
+
+
+def test_a_stage_that_cannot_be_in_time_is_not_started_while_others_wait() -> None:
+    runtime, engine = timed(0.05, 1.0, pace=Pace([0.05, 1.0]))
+    with runtime:
+        pending = [runtime.submit(image(), limit) for limit in (0.6, 0.7, 0.8)]
+        assert [each.result().stage for each in pending] == [1, 1, 1]
+    # Stage 2 is begun only once nobody waits for a first stage, and never finishes.
+    assert engine.begun[:3] == [1, 1, 1] and engine.log == [(1, 1)] * 3
+
+
+def test_eight_threads_with_mixed_deadlines_and_cancellations() -> None:
+    runtime, _ = timed(0.001, 0.001, 0.001)
+    found: list[Answer] = []
+    problems: list[BaseException] = []
+
+    def ask(seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                deadline = float(chance.uniform(-0.001, 0.02))
+                pending = runtime.submit(image(), deadline)
+                if chance.random() < 0.2:
+                    pending.cancel()
+                answer = pending.result()
+                if chance.random() < 0.3:
+                    answer = answer.refine(0.01)
+                found.append(answer)
+        except BaseException as error:
+            problems.append(error)
+
+    with runtime:
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not problems and len(found) == 320
+    assert not threads_of_ours()
+
+
+def test_cancelling_from_another_thread_returns_the_best_so_far_at_once() -> None:
+    runtime, engine = timed(0.05, 30.0)
+    with runtime:
+        pending = runtime.submit(image())
+        threading.Timer(0.3, pending.cancel).start()
+        began = time.monotonic()
+        answer = pending.result()
+        assert (answer.stage, answer.final) == (1, False) and time.monotonic() - began < 0.3 + 2 * SLACK
+    assert engine.log == [(1, 1)]
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_stops_early_only_for_those_whose_time_is_up() -> None:
+    runtime, engine = timed(0.1, 0.1, 0.1)
+    with runtime:
+        x = np.stack([image(0.1 * i) for i in range(4)])
+        answers = runtime.answer(x, [0.15, 5.0, 0.0, 5.0])
+        assert [answer.stage for answer in answers] == [1, 3, 0, 3]
+        assert engine.log == [(1, 3), (2, 3), (3, 2)] or engine.log == [(1, 3), (2, 2), (3, 2)]
+        refined = [answer.refine() for answer in answers]
+        assert [answer.stage for answer in refined] == [3] * 4
+        for i, answer in enumerate(refined):  # each went on with its own pixels
+            expected = np.zeros(5, np.float32)
+            expected[3] = 1 + 0.1 * i
+            np.testing.assert_allclose(answer.probabilities, softmax(expected), rtol=1e-6)
+
+
+def test_each_hands_every_image_over_by_its_own_deadline() -> None:
+    runtime, _ = timed(0.1, 0.1)
+    with runtime:
+        began = time.monotonic()
+        seen = [
+            (i, time.monotonic() - began, a.stage) for i, a in runtime.each(np.stack([image()] * 3), [None, 0.0, 0.15])
+        ]
+    assert [i for i, _, _ in seen] == [1, 2, 0] and [s for _, _, s in seen] == [0, 1, 2]
+    assert seen[0][1] < SLACK and seen[1][1] < 0.15 + SLACK
+
+
+def test_a_large_batch_goes_in_parts() -> None:
+    runtime, engine = timed(0.0, 0.0, memory=10_000)  # room for ten states
+    with runtime:
+        answers = runtime.answer(np.zeros((25, *SHAPE), np.float32))
+        assert len(answers) == 25 and all(answer.final for answer in answers)
+    assert max(images for _, images in engine.log) == 10
+
+
+# --- memory and the end ------------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_states_are_kept_and_older_ones_begin_anew() -> None:
+    runtime, engine = timed(0.002, 0.05, memory=3_000)  # three images
+    with runtime:
+        answers = [runtime.answer(image(), 0.03) for _ in range(6)]
+        assert {answer.stage for answer in answers} == {1}
+        engine.log.clear()
+        assert answers[5].refine().stage == 2
+        assert (1, 1) not in engine.log  # still known
+        engine.log.clear()
+        assert answers[0].refine().stage == 2
+        assert engine.log == [(1, 1), (2, 1)]  # forgotten, so again from the image
+
+
+def test_states_go_with_their_answers() -> None:
+    runtime, _ = timed(0.0, 0.02)
+    with runtime:
+        answer = runtime.answer(image(), 0.01)
+        [work] = [each() for each, _ in runtime.worker.parked] if runtime.worker.parked else [None]
+        if work is not None:
+            assert work.state is not None
+            del work
+        del answer
+        runtime.answer(image(), 1.0)
+        assert sum(each() is not None for each, _ in runtime.worker.parked) == 0  # freed without the cycle collector
+
+
+def test_closing_ends_the_thread_and_wakes_the_waiting() -> None:
+    runtime, engine = timed(0.01, 60.0)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(runtime.answer(image())))
+    waiting.start()
+    time.sleep(0.2)
+    runtime.close()
+    waiting.join(5)
+    assert not waiting.is_alive() and found[0].stage == 1 and not found[0].final
+    assert engine.closed and not threads_of_ours()
+    runtime.close()
+    with pytest.raises(NestlingError, match="closed"):
+        runtime.answer(image())
+    with pytest.raises(NestlingError, match="closed"):
+        found[0].refine()
+
+
+def test_a_forgotten_runtime_ends_its_thread() -> None:
+    runtime, engine = timed(0.0)
+    runtime.answer(image())
+    assert len(threads_of_ours()) == 1
+    del runtime
+    gc.collect()
+    assert engine.closed and not threads_of_ours()
+
+
+def test_a_failing_stage_is_an_error_and_the_runtime_lives_on() -> None:
+    runtime, engine = timed(0.0, 0.0)
+    engine.seconds[1] = float("nan")  # time.sleep refuses it
+
+    class Broken(Timed):
+        def step(self, stage: int, state: Any, stop: Stop) -> tuple[Floats, Any]:
+            if stage == 2 and state[1][0, 0, 0, 0] > 0:
+                raise ValueError("no luck")
+            return super().step(stage, state, stop)
+
+    with runtime, Anytime(Broken([0.0, 0.0]), runtime.spec) as fragile:
+        with pytest.raises(NestlingError, match="no luck"):
+            fragile.answer(image(1.0))
+        with pytest.raises(NestlingError, match="no luck"):
+            list(fragile.answers(image(1.0)))
+        assert fragile.answer(image(0.0)).final
+
+
+# --- confidence --------------------------------------------------------------------------------------------------
+
+
+def test_sure_enough_answers_are_final_and_save_the_work() -> None:
+    runtime, engine = timed(0.0, 0.0, 0.0)
+    with runtime:
+        x = np.stack([image(0.0), image(20.0), image(0.0), image(20.0)])
+        answers = runtime.answer(x, confident=[0.9, 0.9])
+        assert [(a.stage, a.final) for a in answers] == [(3, True), (1, True), (3, True), (1, True)]
+        assert engine.log == [(1, 4), (2, 2), (3, 2)]  # no work for those that were sure
+        assert [a.stage for a in runtime.answers(image(20.0), confident=[0.9, 0.9])] == [1]
+        with pytest.raises(NestlingError, match="one number per stage"):
+            runtime.answer(x, confident=[0.9])
+
+
+# --- pace --------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.2, 5), st.lists(st.floats(0.001, 1), min_size=1, max_size=5))
+def test_the_slowdown_is_found_and_predictions_follow_it(factor: float, base: list[float]) -> None:
+    pace = Pace(base)
+    for _ in range(60):
+        for stage, latency in enumerate(base, start=1):
+            pace.observe(stage, latency * factor)
+    assert pace.slowdown == pytest.approx(factor, rel=1e-3)
+    for stage, latency in enumerate(base, start=1):
+        assert pace.predict(stage) == pytest.approx(latency * factor, rel=1e-3)
+    assert pace.reach(sum(base) * factor * 1.01) == len(base) and pace.reach(base[0] * factor * 0.99) == 0
+
+
+def test_one_stall_hardly_moves_the_slowdown() -> None:
+    pace = Pace([0.01])
+    pace.observe(1, 10.0)
+    assert pace.slowdown < 1.4
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 100), st.floats(1e-4, 1e-2))
+def test_the_margin_covers_nineteen_wakeups_of_twenty(seed: int, scale: float) -> None:
+    margin, chance = Margin(), np.random.default_rng(seed)
+    late = chance.exponential(scale, 6000)
+    covered = []
+    for value in late:
+        covered.append(value <= margin.value)
+        margin.observe(value)
+    assert 0.9 < np.mean(covered[2000:]) < 0.99
+    assert margin.before(0.001) >= 0.0008
+
+
+# --- real networks -----------------------------------------------------------------------------------------------
+
+DIGITS = sorted(name for name in NETS if name.endswith("digits"))
+
+
+def trained_a_little(name: str) -> NestedNet:
+    """A network whose batch norms have seen something."""
+    net = build(NetworkRecipe(name=name))
+    net.train()
+    with torch.no_grad():
+        for _ in range(3):
+            net(torch.randn(16, net.plan.input.channels, *net.plan.input.size))
+    return net.eval()
+
+
+@pytest.mark.parametrize("engine", ["onnx", "eager"])
+@pytest.mark.parametrize("name", DIGITS)
+def test_every_stage_answers_as_the_network_does(name: str, engine: str) -> None:
+    net = trained_a_little(name)
+    x = torch.randn(7, 1, 8, 8)
+    with torch.no_grad():
+        expected = [logits.softmax(1).numpy() for logits in net(x)]
+    with Runtime(net, device="cpu", engine=engine) as runtime:
+        for stage, answers in enumerate(runtime.answers(x)):
+            found = np.stack([answer.probabilities for answer in answers])
+            np.testing.assert_allclose(found, expected[stage], atol=1e-5)
+        for stage, answer in enumerate(runtime.answers(x[0])):
+            np.testing.assert_allclose(answer.probabilities, expected[stage][0], atol=1e-5)
+        assert runtime.engine.name == {"onnx": "onnxruntime", "eager": "torch eager"}[engine]
+
+
+@pytest.mark.parametrize("engine", ["onnx", "eager"])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_whatever_the_deadlines_an_answer_is_what_its_stage_says(engine: str, data: st.DataObject) -> None:
+    net, runtime = SHARED[engine]
+    n = data.draw(st.integers(1, 9))
+    limits = data.draw(st.lists(st.floats(0, 0.004), min_size=n, max_size=n))
+    x = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
+    with torch.no_grad():
+        expected = [torch.full((n, 10), 0.1).numpy(), *(logits.softmax(1).numpy() for logits in net(x))]
+    answers = runtime.answer(x, limits)
+    for _ in range(3):
+        for i, answer in enumerate(answers):
+            np.testing.assert_allclose(answer.probabilities, expected[answer.stage][i], atol=1e-5)
+        answers = [answer.refine(0.001) for answer in answers]
+
+
+class Shared(dict[str, tuple[NestedNet, Runtime]]):
+    """One runtime per engine for all examples of a property."""
+
+    def __missing__(self, engine: str) -> tuple[NestedNet, Runtime]:
+        net = trained_a_little("alternate-digits")
+        self[engine] = net, Runtime(net, device="cpu", engine=engine)
+        return self[engine]
+
+
+SHARED = Shared()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_shared() -> Any:
+    yield
+    for _, runtime in SHARED.values():
+        runtime.close()
+
+
+@pytest.mark.parametrize("engine", ["onnx", "eager"])
+def test_a_stage_is_abandoned_between_layers_and_its_state_stays_good(engine: str) -> None:
+    net, runtime = SHARED[engine]
+    x = np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype(np.float32)
+    state = runtime.engine.start(x)
+    _, state = runtime.engine.step(1, state, Stop())
+    stop = Stop()
+    stop.set()
+    with pytest.raises(Abandoned):
+        runtime.engine.step(2, state, stop)
+    second, _ = runtime.engine.step(2, state, Stop())
+    with torch.no_grad():
+        np.testing.assert_allclose(second, net(torch.from_numpy(x))[1].numpy(), atol=1e-5)
+
+
+def test_a_network_in_training_mode_is_answered_in_evaluation_mode_and_left_as_it_is() -> None:
+    net = trained_a_little("width-digits").train()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with Runtime(net, device="cpu") as runtime:
+        answer = runtime.answer(torch.randn(1, 8, 8))
+    assert net.training and all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert answer.final
+
+
+def test_runtimes_leave_no_threads_and_no_files_behind() -> None:
+    net = trained_a_little("width-digits")
+    Runtime(net, device="cpu").close()
+    time.sleep(0.1)  # a thread that has been joined may still be on its way out of the kernel
+    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        with Runtime(net, device="cpu") as runtime:
+            for _ in range(50):
+                runtime.answer(np.zeros((1, 8, 8), np.float32), 0.0005)
+    time.sleep(0.1)
+    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "complaint"),
+    [
+        (np.zeros((3, 8, 8), np.float32), "takes images"),
+        (np.zeros((1, 8), np.float32), "takes images"),
+        (np.zeros((1, 1, 1, 8, 8), np.float32), "takes images"),
+        (np.zeros((0, 1, 8, 8), np.float32), "empty"),
+        (np.zeros((1, 8, 8), np.float64), "float64"),
+        (np.zeros((1, 8, 8), np.int64), "int64"),
+        (np.zeros((1, 8, 8), np.uint8), "normalise"),
+        (np.full((1, 8, 8), np.nan, np.float32), "not numbers"),
+        (np.array([np.zeros((1, 8, 8)), np.full((1, 8, 8), np.inf)], np.float32), "image 1"),
+        ([[0.0]], "expected an array"),
+        (torch.zeros(1, 8, 8, dtype=torch.float16), "float16"),
+    ],
+)
+def test_bad_images_are_refused_with_what_to_do(x: Any, complaint: str) -> None:
+    _, runtime = SHARED["onnx"]
+    with pytest.raises(NestlingError, match=complaint):
+        runtime.answer(x, 0.01)
+
+
+@pytest.mark.parametrize("deadline", [math.nan, "5ms", True, [0.1, 0.2], object()])
+def test_bad_deadlines_are_refused(deadline: Any) -> None:
+    _, runtime = SHARED["onnx"]
+    with pytest.raises(NestlingError, match="deadline"):
+        runtime.answer(np.zeros((1, 8, 8), np.float32), deadline)
+
+
+def test_uint8_images_are_normalised_exactly_as_in_training() -> None:
+    from nestling.data.augment import normalise
+
+    net = trained_a_little("width-digits")
+    spec = Spec("digits", (1, 8, 8), tuple("0123456789"), net.sizes, (0.31,), (0.37,))
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 1, 8, 8), dtype=np.uint8)
+    with Runtime(net, device="cpu", spec=spec) as runtime:
+        found, _ = runtime.intake.images(pixels)
+        expected = normalise(torch.from_numpy(pixels), torch.tensor([0.31]), torch.tensor([0.37])).numpy()
+        np.testing.assert_array_equal(found, expected)
+        assert len(runtime.answer(pixels)) == 3
+
+
+def test_the_callers_memory_may_be_reused_at_once() -> None:
+    runtime, _ = timed(0.05, 0.05)
+    with runtime:
+        x = image(0.0)
+        pending = runtime.submit(x, 5.0)
+        x[:] = 100.0
+        np.testing.assert_allclose(
+            pending.result().probabilities.max(), softmax(np.array([0, 0, 1, 0, 0], np.float32)).max()
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"device": "tpu"}, "unknown device"),
+        ({"engine": "onyx"}, "did you mean onnx"),
+        ({"device": "cpu", "engine": "graph"}, "CUDA"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(NestlingError, match=complaint):
+        Runtime(build(NetworkRecipe()), **options)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(NestlingError, match="not a run folder"):
+        nestling.Runtime(tmp_path)
