@@ -80,6 +80,16 @@ def test_the_page_and_the_markdown_show_the_headline(runs: Path, written: dict[s
     assert error in Path(written["markdown"]).read_text()
 
 
+def test_the_deadline_study_is_in_the_answer(written: dict[str, Any]) -> None:
+    schemes = {row["scheme"] for row in written["deadlines"]}
+    assert schemes == {"Base (even-digits)", "osgd", "sgd", "Oracle_All", "Oracle_Each"}
+    assert len(written["deadlines"]) == 5 * 8
+    assert all(0 <= row["error"] <= 1 for row in written["deadlines"])
+    last = [row for row in written["deadlines"] if row["deadline_ms"] is None]
+    nest = {line["training"]: line["stages"][-1]["error"] for line in written["headline"][0]["lines"]}
+    assert {row["scheme"]: row["error"] for row in last}["osgd"] == pytest.approx(nest["osgd"])
+
+
 def test_a_baseline_comes_after_what_it_is_measured_against(written: dict[str, Any]) -> None:
     assert [family["network"] for family in written["headline"]] == [NAME, "even-digits"]
 

@@ -12,15 +12,14 @@ import matplotlib.image
 import numpy as np
 from numpy.typing import NDArray
 
-from nestling.report.content import Card, Gallery, Picture, Said, Shelf, plural
+from nestling.report.content import Card, Gallery, Picture, Said, Shelf
 from nestling.report.families import NEST, Family
 from nestling.report.figures.panel import panel
 from nestling.report.latency import times
 from nestling.report.runs import Answers, Pictures, Run
-from nestling.report.theme import BAD, GOOD
+from nestling.report.theme import BAD, GOOD, INK
 
 SHELF = 9  # cards on one shelf
-SHEET = 6  # images of one shelf on the contact sheet
 
 
 def gallery(family: Family, run: Run, label: str, name: str) -> Gallery | None:
@@ -35,7 +34,8 @@ def gallery(family: Family, run: Run, label: str, name: str) -> Gallery | None:
         count = int((settled == stage).sum())
         if count:
             shelves.append(Shelf(shelf_title(family, stage), stage, count, cards))
-            shown += here[:SHEET]
+            if here:
+                shown.append((f"{shelf_title(family, stage)}: {count:,} of {n:,}", here[:ACROSS]))
     title = f"{family.name}, {label}"
     return Gallery(
         name=name,
@@ -45,7 +45,7 @@ def gallery(family: Family, run: Run, label: str, name: str) -> Gallery | None:
         sizes=family.sizes,
         errors=tuple(float(1 - right.mean()) for right in answers.right),
         times=stage_times(family),
-        sheet=sheet(family, answers, pictures, shown, name, f"{title}: {plural(len(shown), 'test image')}"),
+        sheet=sheet(family, answers, pictures, shown, name, f"{title}: what each stage said"),
     )
 
 
@@ -99,24 +99,41 @@ def to_png(image: NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
+ACROSS, CELL = 8, 1.2  # images in a row of the contact sheet, inches from one to the next
+
+
 def sheet(
-    family: Family, answers: Answers, pictures: Pictures, places: Sequence[int], name: str, title: str
+    family: Family,
+    answers: Answers,
+    pictures: Pictures,
+    shelves: Sequence[tuple[str, Sequence[int]]],
+    name: str,
+    title: str,
 ) -> Picture:
-    """A contact sheet: every image over what each stage said about it."""
-    columns = min(8, max(1, len(places)))
-    rows = -(-len(places) // columns)
-    with panel(1.2 * columns, (1.25 + 0.15 * len(family.sizes)) * rows) as drawn:
-        for number, place in enumerate(places, start=1):
-            index = pictures.indices[place]
-            axes: Any = drawn.figure.add_subplot(rows, columns, number)
-            axes.imshow(to_pixels(pictures.images[place]), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-            axes.set_axis_off()
-            axes.set_title(word(family, answers.labels[index]), fontsize=8, pad=3, loc="center")
-            for stage in family.stages:
-                right = answers.right[stage - 1, index]
-                text = f"{stage}  {word(family, answers.said[stage - 1, index])} {'✓' if right else '✗'}"
-                axes.text(
-                    0.5, -0.06 - 0.16 * (stage - 1), text, transform=axes.transAxes, ha="center", va="top",
-                    fontsize=7, color=GOOD if right else BAD,
-                )  # fmt: skip
+    """A contact sheet: shelf by shelf, every image over what each stage said about it."""
+    line, head = 0.16, 0.34  # inches of a line of text, and of a shelf's title
+    tall = 0.9 * CELL + line * (len(family.sizes) + 1.6)
+    rows = [-(-len(places) // ACROSS) for _, places in shelves]
+    width, height = ACROSS * CELL + 0.2, sum(rows) * tall + len(shelves) * head
+    with panel(width, height) as drawn:
+        drawn.figure.set_layout_engine("none")
+        top = height  # of what is still free, in inches from below
+        for (words, places), count in zip(shelves, rows, strict=True):
+            drawn.figure.text(0.1 / width, (top - 0.22) / height, words, fontsize=10, fontweight="bold", va="center")
+            top -= head
+            for number, place in enumerate(places):
+                left, up = 0.1 + CELL * (number % ACROSS), top - tall * (number // ACROSS)
+                box = (left / width, (up - line - 0.9 * CELL) / height, 0.9 * CELL / width, 0.9 * CELL / height)
+                axes: Any = drawn.figure.add_axes(box)
+                axes.imshow(to_pixels(pictures.images[place]), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+                axes.set_axis_off()
+                index, middle = pictures.indices[place], (left + 0.45 * CELL) / width
+                lines = [(word(family, answers.labels[index]), INK, up - 0.5 * line)]
+                for stage in family.stages:
+                    right = answers.right[stage - 1, index]
+                    text = f"{family.sizes[stage - 1]}: {word(family, answers.said[stage - 1, index])} {'✓' if right else '✗'}"
+                    lines.append((text, GOOD if right else BAD, up - 0.9 * CELL - line * (stage + 0.6)))
+                for text, colour, y in lines:
+                    drawn.figure.text(middle, y / height, text, color=colour, fontsize=7, ha="center", va="center")
+            top -= count * tall
         return drawn.picture(name, title, "")

@@ -16,6 +16,7 @@ from nestling.report.markdown import markdown
 from nestling.report.page import page
 from nestling.report.runs import find
 from nestling.report.sections import SECTIONS
+from nestling.report.study import study
 from nestling.report.subject import Subject, subject
 
 
@@ -41,6 +42,7 @@ def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
         "pictures": str(folder),
         "runs": [str(run.folder.path) for run in about.runs],
         "headline": [headline(family) for family in about.families],
+        "deadlines": [row for family in about.mains for row in deadline_rows(family, about)],
     }
 
 
@@ -48,9 +50,7 @@ def compose(about: Subject) -> Report:
     """Title and lead, then every section."""
     data = sorted({family.data for family in about.families})
     nests = [family for family in about.families if family.nests]
-    splits = dict.fromkeys(
-        f"{family.n:,} {family.split} images of {family.data}" for family in about.families if family.n
-    )
+    splits = dict.fromkeys(f"{family.n:,} {family.data} {family.split} images" for family in about.families if family.n)
     lead = (
         "An anytime network answers several times while it runs: a first answer early, better ones later, each reusing the "
         f"work before it. This report is made from {plural(len(about.runs), 'run folder')}; "
@@ -64,6 +64,14 @@ def all_pictures(report: Report) -> list[Picture]:
     blocks = [block for section in report.sections for block in section.blocks]
     drawn = [picture for block in blocks if isinstance(block, Pictures) for picture in block.items]
     return drawn + [block.sheet for block in blocks if isinstance(block, Gallery)]
+
+
+def deadline_rows(family: Family, about: Subject) -> list[dict[str, Any]]:
+    """The deadline study of a family as the command's answer holds it; empty where there is none."""
+    found = study(family, family.baseline(about.families)) if family.nests else ""
+    if isinstance(found, str):
+        return []
+    return [{"network": family.name, **row.to_dict()} for rows in found.rows.values() for row in rows]
 
 
 def headline(family: Family) -> dict[str, Any]:

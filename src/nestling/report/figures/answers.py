@@ -76,7 +76,7 @@ def calibration(family: Family, line: Line, name: str, caption: str) -> Picture 
         percent_axis(axes)
         axes.set_xlabel("how sure the stage was")
         axes.set_ylabel("how often it was right")
-        axes.legend(loc="upper left")
+        drawn.legend_below(6)
         axes.set_title(f"{family.name}, {line.label}")
         return drawn.picture(name, f"{family.name}, {line.label}: calibration", caption)
 

@@ -62,7 +62,7 @@ def training(family: Family, line: Line, name: str, caption: str) -> Picture | N
             axes.set_ylim(bottom=0)
         epoch_axis(axes)
         percent_axis(axes)
-        axes.legend(loc="upper right", ncols=2)
+        drawn.legend_below(6)
         axes.set_title(f"{family.name}, {line.label}")
         return drawn.picture(name, f"{family.name}, {line.label}: {family.split} error while training", caption)
 

@@ -13,7 +13,7 @@ from nestling.report.content import (
     plural,
     time_text,
 )
-from nestling.report.families import NEST
+from nestling.report.families import ALONE
 from nestling.report.figures import cost as figures
 from nestling.report.latency import times
 from nestling.report.subject import Subject, pictures
@@ -50,24 +50,21 @@ def cost(about: Subject) -> Section:
 
 def unmeasured(about: Subject) -> list[Block]:
     """Notes on networks without measured times, and on times that cannot stand beside the others."""
-    notes = []
+    notes: list[Block] = []
     for family in about.families:
-        measured = times(family)
-        lines = [line for line in family.lines if line.runs]
-        missing = [
-            f"{family.name} ({'nest' if line.kind == NEST else line.label}, {family.sizes[stage - 1]})"
-            for line in lines for stage in line.stages()
-            if measured is None or measured.median(line.kind, stage) is None
-        ]  # fmt: skip
+        measured, missing = times(family), dict[str, None]()
+        for line in family.lines:
+            for stage in line.stages():
+                if measured is None or measured.median(line.kind, stage) is None:
+                    missing[f"independent net {family.sizes[stage - 1]}" if line.kind == ALONE else line.kind] = None
         if missing:
-            missing = list(dict.fromkeys(missing))
-            notes.append(Note(f"No measured latency (profile.json) for {listed(missing)}."))
+            notes.append(Note(f"No measured latency (profile.json) for {family.name}: {listed(list(missing))}."))
         if measured and measured.others:
             count = plural(measured.others, "run")
             notes.append(
                 Note(f"{family.name}: {count} measured under other conditions than most; left out of the times.")
             )
-    return list(notes)
+    return notes
 
 
 def latency_table(about: Subject) -> list[Block]:

@@ -81,7 +81,7 @@ def headline_table(family: Family) -> Table:
         Cell("error in %"),
         *(Cell(size, small=f"stage {s}", stage=s) for s, size in zip(family.stages, family.sizes, strict=True)),
     )
-    caption = f"{family.n:,} {family.split} images of {family.data}: one image is {100 / family.n:.2g} points."
+    caption = f"{family.n:,} {family.data} {family.split} images: one image is {100 / family.n:.2g} points."
     return Table(family.name, columns, tuple(rows), caption, name="headline")
 
 
