@@ -26,6 +26,7 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "SumSGD": "nestling.combine",
     "backward": "nestling.gradients",
     "Runtime": "nestling.runtime",
+    "nest": "nestling.nets.nest",
     "override": "nestling.recipe",
 }
 

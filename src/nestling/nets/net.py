@@ -275,7 +275,8 @@ def cut_state(
         node, value = plan.by_name[key.rpartition(".")[0]], state[key]
         if value.dim() and node.function != "module":
             value = value[torch.tensor(kept[node.name], device=value.device)]
-            if key.endswith(".weight") and node.op in WEIGHTED:
+            narrower = len(kept[node.reads[0]]) < plan.by_name[node.reads[0]].channels
+            if key.endswith(".weight") and node.op in WEIGHTED and narrower:
                 value = take_columns(value, kept_columns(plan, node, kept))
         cut[key] = value
     return cut

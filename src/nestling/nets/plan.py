@@ -324,9 +324,8 @@ class Plan:
                 for f in step.fetches
                 for run in f
             }
-            leaves = tuple(
-                (n.name, b) for n in self.nodes for b in sorted(set(n.births)) if (n.name, b) in made & later
-            )
+            needed = made & later
+            leaves = tuple((n.name, b) for n in self.nodes for b in sorted(set(n.births)) if (n.name, b) in needed)
             programs.append(Program(stage, steps_of[index], takes, leaves, self.heads[index]))
             takes = leaves
         return tuple(programs)

@@ -5,6 +5,7 @@ Channels that are added or multiplied are tied, because a sum is born with the l
 cut into stripes as far as its ties leave a choice. Pure: no tensors, and it does not know where the nodes came from.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,7 +97,7 @@ def tie_channels(nodes: Sequence[Node], by_name: dict[str, Node], ties: Ties) ->
         elif node.op == "select":
             mine = [reads[0][c] if c >= 0 else ties.fresh(1)[0] for c in node.source]
         elif node.op == "zip":
-            mine = next((read for read in reads if len(read) == node.channels))
+            mine = next(read for read in reads if len(read) == node.channels)
             for read in reads:
                 if len(read) == node.channels:
                     for one, other in zip(mine, read, strict=True):
@@ -134,4 +135,4 @@ def quotas(channels: int, growth: Growth) -> list[int]:
     for size in growth.stripes:
         so_far += size
         edges.append(max(1, (2 * channels * so_far + growth.units) // (2 * growth.units)))
-    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(edges)]

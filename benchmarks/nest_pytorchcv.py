@@ -1,0 +1,206 @@
+"""Nests every CIFAR-10 model of pytorchcv 0.0.67 (85 of them) and checks the promises of nesting on each.
+
+    python benchmarks/nest_pytorchcv.py                     a table, and results/nest-pytorchcv.csv
+    python benchmarks/nest_pytorchcv.py --only resnet20     models whose name holds the text; no file is written
+    python benchmarks/nest_pytorchcv.py --json              one line for programs
+
+Random weights, batch 2, 32x32, growth "w,w" with stripes 1,1,2. Needs pytorchcv (pip install pytorchcv==0.0.67).
+"""
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nestling.errors import NestlingError
+from nestling.nets.nest import nest
+from nestling.nets.net import NestedNet
+
+GROWTH = "w,w"
+TOLERANCE = 1e-12  # staged against whole, float64, relative to the largest logit or 1
+FILE = Path(__file__).parent.parent / "results" / "nest-pytorchcv.csv"
+COLUMNS = [
+    "model", "outcome", "reason", "stages", "macs_w1", "macs_w2", "macs_w4", "macs_unnested", "params_w1", "params_w2",
+    "params_w4", "params_unnested", "error_eval", "error_train", "error_float32", "seconds",
+]  # fmt: skip
+
+
+def models() -> dict[str, Any]:
+    from pytorchcv import model_provider
+
+    return {n: make for n, make in model_provider._models.items() if n.endswith("_cifar10")}
+
+
+def prepared(make: Any, seed: int = 0) -> tuple[nn.Module, Tensor]:
+    """A model in float64 with batch norms that have seen a batch, and that batch: 1000 layers then keep their scale."""
+    torch.manual_seed(seed)
+    module = make(pretrained=False).double().train()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        module(x)
+    for norm in norms:
+        norm.momentum = 0.1
+        if norm.affine:
+            norm.weight.data.uniform_(0.5, 1.5)
+            norm.bias.data.normal_(0, 0.1)
+    return module.eval(), x
+
+
+def examine(name: str, make: Any) -> dict[str, Any]:
+    """One row of the table. A broken promise raises AssertionError; a refusal is an outcome."""
+    start = time.perf_counter()
+    module, x = prepared(make)
+    row: dict[str, Any] = {"model": name, "outcome": "nested", "reason": ""}
+    try:
+        net = nest(module, GROWTH, name=name)
+    except NestlingError as refusal:
+        row.update(outcome="nested unevenly", reason=str(refusal).removeprefix(f"{name}: "))
+        try:
+            net = nest(module, GROWTH, uneven=True, name=name)
+        except NestlingError as final:
+            return {**row, "outcome": "refused", "reason": str(final).removeprefix(f"{name}: ")}
+    with torch.no_grad():
+        same = nest(module, "", name=name)(x)[0]
+        assert torch.allclose(same, module(x), rtol=1e-12, atol=1e-12), "one stage is the module itself"
+        del module
+    row.update(counts(net))
+    row.update(check_promises(net, x))
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    return row
+
+
+def counts(net: NestedNet) -> dict[str, int]:
+    plan, found = net.plan, {"stages": net.plan.stages}
+    for stage, size in enumerate(net.sizes, start=1):
+        found[f"macs_{size}"], found[f"params_{size}"] = plan.macs(stage), plan.params(stage)
+    found["params_unnested"], found["macs_unnested"] = plan.dense()
+    return found
+
+
+def check_promises(net: NestedNet, x: Tensor) -> dict[str, float]:
+    """All four promises on one float64 network; returns how far staged and whole runs differ. Leaves it in float32."""
+    for module in net.modules():  # dropout draws different numbers in the two ways of running
+        if isinstance(module, nn.Dropout | nn.Dropout2d):
+            module.p = 0.0
+    with torch.no_grad():
+        errors = {"error_eval": difference(net.eval()(x), list(net.answers(x)))}
+        errors["error_train"] = training_difference(net.train(), x)
+        assert max(errors.values()) <= TOLERANCE, f"staged and whole differ: {errors}"
+        net, x = net.float().eval(), x.float()  # what follows is exact in every precision, and float32 is fast
+        whole, stages = net(x), list(net.answers(x))
+        errors["error_float32"] = difference(whole, stages)
+        check_stopping(net, x, stages)
+        check_counts(net, x)
+        check_leaks(net, x, whole, stages)
+    check_gradients(net, net.train()(x))
+    return errors
+
+
+def training_difference(net: NestedNet, x: Tensor) -> float:
+    """Whole against staged with batch statistics; the running statistics come out the same too, and are put back."""
+    before = {k: v.clone() for k, v in net.state_dict().items() if "running" in k}
+    whole = net(x)
+    after = {k: v.clone() for k, v in net.state_dict().items() if k in before}
+    net.load_state_dict(before, strict=False)
+    error = difference(whole, list(net.answers(x)))
+    for key, value in net.state_dict().items():
+        if key in before:
+            assert torch.allclose(value, after[key], rtol=1e-11, atol=1e-11), f"statistics {key} differ"
+    net.load_state_dict(before, strict=False)
+    return error
+
+
+def difference(whole: tuple[Tensor, ...], stages: list[Tensor]) -> float:
+    for a, b in zip(whole, stages, strict=True):
+        assert torch.isfinite(a).all() and torch.isfinite(b).all(), "logits are not finite"
+    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in zip(whole, stages, strict=True))
+
+
+def check_stopping(net: NestedNet, x: Tensor, stages: list[Tensor]) -> None:
+    """An answer is bitwise the same when no later stage runs."""
+    for stop in range(1, len(stages)):
+        for number, answer in zip(range(stop), net.answers(x), strict=False):
+            assert torch.equal(answer, stages[number]), "stopping changed an answer"
+
+
+def check_counts(net: NestedNet, x: Tensor) -> None:
+    """Torch's own counter (2 per multiply-accumulate) sees exactly the planned work in every stage."""
+    state: tuple[Tensor, ...] = (x[:1],)
+    for number, stage in enumerate(net.stages, start=1):
+        with FlopCounterMode(display=False) as counter:
+            _, state = stage(state)
+        assert counter.get_total_flops() == 2 * net.plan.new_macs(number), f"stage {number} works more than planned"
+
+
+def check_leaks(net: NestedNet, x: Tensor, whole: tuple[Tensor, ...], stages: list[Tensor]) -> None:
+    """Noise in every entry that task s does not own leaves its answer bitwise the same, in both ways of running."""
+    owners = net.owners()
+    kept = {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
+    for task in range(len(whole)):
+        for key, parameter in net.named_parameters():
+            foreign = (owners[key] >> task & 1 == 0).expand_as(parameter)
+            parameter.data = torch.where(foreign, torch.randn_like(parameter) * 0.1, kept[key])
+        assert torch.equal(net(x)[task], whole[task]), f"stage {task + 1} depends on later weights"
+        for number, answer in zip(range(task + 1), net.answers(x), strict=False):
+            assert number < task or torch.equal(answer, stages[task]), f"stage {task + 1} depends on later weights"
+    for key, parameter in net.named_parameters():
+        parameter.data = kept[key]
+
+
+def check_gradients(net: NestedNet, logits: tuple[Tensor, ...]) -> None:
+    """The loss of a stage has a gradient of exactly zero on every entry it does not own."""
+    owners = net.owners()
+    keys, parameters = zip(*net.named_parameters(), strict=True)
+    for task, answer in enumerate(logits):
+        loss = F.cross_entropy(answer, torch.arange(len(answer)))
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        for key, parameter, grad in zip(keys, parameters, grads, strict=True):
+            if grad is not None:
+                foreign = (owners[key] >> task & 1 == 0).expand_as(parameter)
+                assert not grad[foreign].any(), f"stage {task + 1} moves entries of {key} it does not own"
+
+
+def show(row: dict[str, Any]) -> str:
+    if row["outcome"] == "refused":
+        return f"{row['model']:34} refused          {row['reason']}"
+    macs = "".join(f"{row[f'macs_{size}'] / 1e6:9.1f}" for size in ("w1", "w2", "w4", "unnested"))
+    errors = "".join(f"{row[f'error_{kind}']:9.0e}" for kind in ("eval", "train", "float32"))
+    return f"{row['model']:34} {row['outcome']:15}{macs}{errors}{row['seconds']:8.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only models whose name holds this text")
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if not options.json:
+        print(f"{'model':34} {'outcome':15}M MACs: w1       w2       w4 un-nested  eval     train    float32 seconds")
+    for name, make in models().items():
+        if options.only in name:
+            rows.append(examine(name, make))
+            if not options.json:
+                print(show(rows[-1]), flush=True)
+    tally = {o: sum(row["outcome"] == o for row in rows) for o in ("nested", "nested unevenly", "refused")}
+    if not options.only:
+        FILE.parent.mkdir(exist_ok=True)
+        with FILE.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    summary = {"torch": torch.__version__, "threads": torch.get_num_threads(), "models": len(rows), **tally}
+    print(json.dumps({**summary, "rows": rows} if options.json else summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The operations that can be nested, by kind, and the reasons why others cannot.
+
+Tables that trace.py looks things up in: functions and modules that treat every channel by itself, functions of two
+tensors, reshapes, joins and splits; and for well-known operations that mix channels, what to say. A function that works
+on each channel is kept as a `Call`, a module of that function with its other arguments fixed. Nothing here traces.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+CHANNELWISE: set[type[nn.Module]] = {
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
+    nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Threshold, nn.Hardshrink,
+    nn.Softshrink, nn.Tanhshrink, nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d,
+    nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d,
+    nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
+}  # fmt: skip
+NORMS: set[type[nn.Module]] = {nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.PReLU}
+
+Function = Callable[..., Any]
+POINTWISE: set[Function] = {
+    F.relu, torch.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
+    F.hardtanh, F.softplus, F.softsign, F.logsigmoid, F.threshold, torch.sigmoid, F.sigmoid, torch.tanh, F.tanh,
+    torch.clamp, torch.abs, torch.exp, torch.sqrt, torch.square, torch.neg, operator.neg, torch.pow, operator.pow,
+    F.max_pool2d, F.avg_pool2d, F.lp_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate,
+}  # fmt: skip
+BINARY: dict[Function, str] = {  # of two tensors, or of a tensor and a number
+    operator.add: "add", torch.add: "add", operator.sub: "sub", torch.sub: "sub", operator.mul: "mul", torch.mul: "mul",
+    operator.truediv: "div", torch.div: "div", torch.maximum: "max", torch.minimum: "min",
+}  # fmt: skip
+IN_PLACE: dict[Function, Function] = {
+    operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
+    torch.relu_: torch.relu, torch.sigmoid_: torch.sigmoid, torch.tanh_: torch.tanh, torch.clamp_: torch.clamp,
+}  # fmt: skip
+REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin}
+RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
+JOINS: set[Function] = {torch.cat, torch.concat, torch.concatenate}
+SPLITS: set[Function] = {torch.chunk, torch.split}
+DROPOUTS: dict[Function, type[nn.Module]] = {
+    F.dropout: nn.Dropout, torch.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d, F.alpha_dropout: nn.AlphaDropout
+}  # fmt: skip
+
+# Methods of tensors, as the functions they stand for.
+METHODS: dict[Any, Function] = {
+    "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "clamp": torch.clamp, "abs": torch.abs,
+    "exp": torch.exp, "sqrt": torch.sqrt, "square": torch.square, "neg": torch.neg, "pow": torch.pow,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+    "relu_": torch.relu_, "sigmoid_": torch.sigmoid_, "tanh_": torch.tanh_, "clamp_": torch.clamp_,
+    "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv,
+    "mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin,
+    "view": torch.reshape, "reshape": torch.reshape, "flatten": torch.flatten, "squeeze": torch.squeeze,
+    "unsqueeze": torch.unsqueeze, "contiguous": torch.reshape, "clone": torch.reshape, "chunk": torch.chunk,
+    "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
+    "permute": torch.permute, "transpose": torch.transpose, "matmul": torch.matmul,
+}  # fmt: skip
+
+# Allowed after the classifier, where all channels are born together; refused before it.
+MIXES = "it mixes channels, so that early channels would depend on later ones"
+MIXING: dict[Any, str] = dict.fromkeys(
+    (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, F.softmax, torch.softmax, F.log_softmax, torch.log_softmax, F.normalize),
+    MIXES,
+)
+
+ACROSS = (
+    "it normalises across channels, so that early channels would depend on later ones; use BatchNorm2d, or GroupNorm "
+    "with groups that lie inside stripes"
+)
+MOVES = "it moves channels to other places, so that stripes would be mixed"
+RANDOM = "it draws random numbers while running; only dropout may"
+REASONS: dict[Any, str] = {
+    **dict.fromkeys((nn.LayerNorm, F.layer_norm, nn.LocalResponseNorm, F.local_response_norm, nn.RMSNorm), ACROSS),
+    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, F.pixel_shuffle, torch.permute), MOVES),
+    **dict.fromkeys((torch.transpose, torch.flip, torch.roll, F.channel_shuffle), MOVES),
+    **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),
+    **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
+    **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d), "of convolutions only Conv2d is nested"),
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
+    F.batch_norm: "batch norm is nested as the module BatchNorm2d, which owns its statistics, not as a function",
+    F.group_norm: "group norm is nested as the module GroupNorm, which owns its parameters, not as a function",
+    F.prelu: "PReLU is nested as the module PReLU, which owns its slopes, not as a function",
+}
+
+
+def spelled(target: Any) -> str:
+    """The name of a function as people write it."""
+    if isinstance(target, str):
+        return f".{target}"
+    named = {F.max_pool2d: "max_pool2d", F.adaptive_max_pool2d: "adaptive_max_pool2d"}  # torch hides these names
+    return named.get(target) or str(getattr(target, "__name__", target))
+
+
+class Call(nn.Module):
+    """A function of one tensor, its other arguments fixed. `place` says which argument the tensor is."""
+
+    def __init__(
+        self, function: Function, place: int | str, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.function, self.place, self.arguments, self.options = function, place, arguments, options
+
+    @classmethod
+    def of(cls, node: fx.Node, function: Function, interpreter: fx.Interpreter) -> "Call":
+        """The call that a traced operation makes, never in place: other stages may still need what it would overwrite."""
+        tensor = next(a for a in node.all_input_nodes if isinstance(interpreter.env.get(a), Tensor))
+        known: Callable[[fx.Node], Any] = lambda a: None if a is tensor else interpreter.env[a]  # noqa: E731
+        arguments = fx.map_arg(node.args, known)
+        options = {k: v for k, v in fx.map_arg(dict(node.kwargs), known).items() if k != "inplace"}
+        if function in POINTWISE and arguments and arguments[-1] is True:  # F.relu(x, True)
+            arguments = (*arguments[:-1], False)
+        places: list[int | str] = [i for i, a in enumerate(node.args) if a is tensor]
+        places += [k for k, a in node.kwargs.items() if a is tensor]
+        return cls(function, places[0], tuple(arguments), options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.place, str):
+            out: Tensor = self.function(*self.arguments, **{**self.options, self.place: x})
+        else:
+            out = self.function(*self.arguments[: self.place], x, *self.arguments[self.place + 1 :], **self.options)
+        return out
+
+    def extra_repr(self) -> str:
+        shown = ["x" if i == self.place else repr(a) for i, a in enumerate(self.arguments)]
+        shown += [f"{k}={'x' if k == self.place else repr(v)}" for k, v in self.options.items()]
+        return f"{spelled(self.function)}({', '.join(shown)})"
+
+
+class Reshape(nn.Module):
+    """Each channel by itself in another shape."""
+
+    def __init__(self, size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.size = tuple(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], x.shape[1], *self.size)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, {math.prod(self.size)} pixels a channel"

@@ -1,0 +1,399 @@
+"""Nesting other people's networks: one stage is the module itself, the four promises hold on a member of every family,
+each operation is understood, and what cannot keep the rule is refused by name."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import nestling
+from nestling.errors import NestlingError
+from nestling.nets.births import grow
+from nestling.nets.nest import nest
+from nestling.nets.net import NestedNet
+from nestling.nets.ties import quotas
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "nest_pytorchcv.py"
+
+
+@pytest.fixture(scope="module")
+def sweep() -> ModuleType:
+    """The benchmark over all of pytorchcv: its checks are the ones used here."""
+    spec = importlib.util.spec_from_file_location("nest_pytorchcv", BENCHMARK)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nest_pytorchcv"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- real backbones: a small member of each family ---------------------------------------------------------------
+
+FAMILIES = {
+    "resnet20_cifar10": "nested",
+    "preresnet20_cifar10": "nested",
+    "resnext20_32x2d_cifar10": "nested",
+    "seresnet20_cifar10": "nested unevenly",  # squeezes 16 channels into 1
+    "sepreresnet20_cifar10": "nested unevenly",
+    "pyramidnet110_a48_cifar10": "nested unevenly",  # grows by less than a channel a block
+    "densenet40_k12_bc_cifar10": "nested",
+    "nin_cifar10": "nested",
+    "ror3_56_cifar10": "nested",
+    "diaresnet20_cifar10": "refused",  # all units of a stage share one LSTM
+    "xdensenet40_2_k24_bc_cifar10": "refused",  # weights are multiplied by a mask while running
+    "shakedropresnet20_cifar10": "refused",  # random signs in training
+    "msdnet22_cifar10": "refused",  # torch.fx cannot trace it
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_real_backbones_keep_the_promises(name: str, sweep: ModuleType) -> None:
+    pytest.importorskip("pytorchcv")
+    row = sweep.examine(name, sweep.models()[name])
+    assert row["outcome"] == FAMILIES[name]
+    if row["outcome"] != "refused":
+        assert row["macs_w1"] < row["macs_w2"] < row["macs_w4"] < row["macs_unnested"]
+        assert row["error_float32"] <= 1e-5
+
+
+# --- small networks of our own, one idea each -----------------------------------------------------------------------
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excitation with linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, width // 2), nn.Linear(width // 2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = x.mean((2, 3)).view(x.size(0), -1)
+        return x * torch.sigmoid(self.up(F.relu(self.down(gate), inplace=True))).unsqueeze(2).unsqueeze(3)
+
+
+class Dense(nn.Module):
+    """A block whose output is its input with new channels behind it."""
+
+    def __init__(self, width: int, more: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(width), nn.Conv2d(width, more, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.conv(self.norm(x).relu_())], 1)
+
+
+class Residual(nn.Module):
+    """An activation that overwrites its input before the shortcut reads it, twice the width through zero channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.activ = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.activ(x)
+        y = self.conv(x)
+        x = F.pad(F.avg_pool2d(x, 2), (0, 0, 0, 0, 0, x.shape[1]))
+        x += y
+        return x
+
+
+class Pieces(nn.Module):
+    """Splits its channels, treats the halves differently, and joins them with zeros and a copy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(width // 2, width // 2, 1), nn.Conv2d(width // 2, width // 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=1)
+        a = torch.maximum(self.one(a), a) - 0.5 * b
+        b = F.hardswish(self.two(b)).clamp(-2, 2) / 2
+        return torch.cat((a, b, torch.zeros_like(a), b), dim=1)
+
+
+class Slices(nn.Module):
+    """Takes channels and pixels by slices, and gates all channels by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.gate = nn.Conv2d(8, 16, 3), nn.Conv2d(8, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x)[:, ::2, ::2, 1:] * torch.sigmoid(self.gate(x))[:, :, ::2, 1:]
+
+
+class Functional(nn.Module):
+    """Weights of its own, used through functions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, 3, 3) / 10)
+        self.stages = nn.Sequential(nn.Conv2d(width, width, 3, padding="same", padding_mode="reflect"), nn.PReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.weight, None, stride=1, padding=1)
+        return F.max_pool2d(F.dropout(self.stages(x), 0.0, training=self.training), 2)
+
+
+def backbone(*middle: nn.Module, width: int = 8, out: int = 8, pixels: int = 16) -> nn.Sequential:
+    """A stem, what is to be tried, and a classifier."""
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(out, 5)] if pixels == 1 else [
+        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(out * pixels, 5)
+    ]  # fmt: skip
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *middle, *head)
+
+
+GOOD: dict[str, Callable[[], nn.Module]] = {
+    "batch norm and activations": lambda: backbone(
+        nn.BatchNorm2d(8, eps=1e-3, momentum=0.2), nn.ReLU6(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16, affine=False),
+        nn.Hardswish(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 1), nn.SiLU(inplace=True)
+    ),
+    "prelu of one slope and of many": lambda: backbone(nn.PReLU(), nn.Conv2d(8, 16, 1), nn.PReLU(16), out=16),
+    "grouped convolution": lambda: backbone(nn.Conv2d(8, 16, 3, groups=4, dilation=2), nn.Conv2d(16, 8, 1)),
+    "stripes inside one group": lambda: backbone(nn.Conv2d(8, 16, 3, groups=2), nn.ReLU(), out=16),
+    "depthwise with a multiplier": lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 8, 1), nn.ReLU()),
+    "group and instance norm": lambda: backbone(nn.GroupNorm(4, 8), nn.InstanceNorm2d(8, affine=True), nn.ELU()),
+    "squeeze and excitation": lambda: backbone(Squeeze(8), nn.Conv2d(8, 8, 3, stride=2), Squeeze(8)),
+    "dense blocks": lambda: backbone(Dense(8, 4), Dense(12, 4), nn.Conv2d(16, 8, 1), Dense(8, 8), out=16, pixels=1),
+    "depthwise after a dense block": lambda: backbone(Dense(8, 4), nn.Conv2d(12, 12, 3, groups=12), out=12),
+    "zero channels": lambda: backbone(Residual(8), Residual(16), out=32, pixels=1),
+    "pieces": lambda: backbone(Pieces(8), nn.Conv2d(16, 8, 1), nn.ReLU()),
+    "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
+    "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
+    "several linear layers": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(),
+        nn.Dropout(0.0), nn.Linear(16, 5), nn.LogSoftmax(1)
+    ),
+    "classifier by convolution": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5), nn.ReLU(), nn.AvgPool2d(6), nn.Flatten()
+    ),
+}  # fmt: skip
+
+
+def stirred(module: nn.Module) -> nn.Module:
+    """In float64, with norms that are not at their defaults."""
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d):
+            assert layer.running_mean is not None and layer.running_var is not None
+            layer.running_mean.normal_(0, 0.3)
+            layer.running_var.uniform_(0.5, 1.5)
+    return module.double()
+
+
+IMAGE = (3, 8, 8)
+
+
+@pytest.mark.parametrize("growth", ["", "w", "w,w"])
+@pytest.mark.parametrize("what", GOOD)
+def test_every_operation_keeps_the_promises(what: str, growth: str, sweep: ModuleType) -> None:
+    module = stirred(GOOD[what]()).eval()
+    x = torch.randn(4, *IMAGE, dtype=torch.float64)
+    net = nest(module, growth, shape=IMAGE, uneven="gate" in what)
+    assert len(net(x)) == 1 + growth.count("w")
+    if not growth:
+        assert torch.allclose(net(x)[0], module(x), rtol=1e-12, atol=1e-12), "one stage is the module itself"
+    with torch.no_grad():
+        for number, answer in enumerate(net(x), start=1):
+            assert answer.std() > 0
+            alone = net.subnet(number)
+            assert torch.allclose(alone(x), answer, rtol=1e-12, atol=1e-12)
+    planned = net.plan.params(net.plan.stages)
+    owners = net.owners()
+    assert planned == sum(int((owners[k].expand_as(p) != 0).sum()) for k, p in net.named_parameters())
+    sweep.check_promises(net, x)
+
+
+@settings(max_examples=15, deadline=None)
+@given(width=st.integers(4, 9), more=st.integers(1, 6), stripes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_uneven_widths_keep_the_promises(width: int, more: int, stripes: list[int]) -> None:
+    module = stirred(
+        nn.Sequential(
+            nn.Conv2d(3, width, 3, stride=2), nn.BatchNorm2d(width), Dense(width, more), nn.ReLU(),
+            nn.Conv2d(width + more, width, 1), Dense(width, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(width + 1, 5),
+        )
+    ).eval()  # fmt: skip
+    net = nest(module, ",".join("w" * (len(stripes) - 1)), IMAGE, tuple(stripes), uneven=True)
+    x = torch.randn(4, *IMAGE, dtype=torch.float64)
+    with torch.no_grad():
+        for whole, staged in zip(net(x), net.answers(x), strict=True):
+            assert torch.allclose(whole, staged, rtol=1e-12, atol=1e-12)
+    assert sum(net.plan.new_macs(s) for s in range(1, len(stripes) + 1)) == net.plan.macs(len(stripes))
+
+
+def test_stripes_are_cut_at_the_nearest_channel() -> None:
+    growth = grow("w,w")
+    assert quotas(16, growth) == [4, 4, 8]
+    assert quotas(17, growth) == [4, 5, 8]
+    assert quotas(2, growth) == [1, 0, 1]
+    assert quotas(1, growth) == [1, 0, 0]
+    assert [sum(quotas(n, growth)) for n in range(1, 50)] == list(range(1, 50))
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------
+
+
+def test_layers_keep_their_names_and_allowed_weights() -> None:
+    module = backbone(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), out=16)
+    net = nest(module, "w", shape=IMAGE)
+    assert {"0.weight", "1.running_mean", "3.bias", "head1.6.weight", "head2.6.bias"} <= set(net.state_dict())
+    old, new = module.state_dict()["3.weight"], net.layer("3").weight
+    classifier = module.state_dict()["6.weight"]
+    assert torch.equal(new[:8, :4], old[:8, :4]) and torch.equal(new[8:], old[8:])
+    assert not new[:8, 4:].any(), "early channels lose what they read from later ones"
+    assert torch.equal(net.layer("head2.6").weight, classifier)
+    assert torch.equal(net.layer("head1.6").weight, classifier[:, : 8 * 16])
+    assert net.sizes == ("w1", "w2")
+
+
+def test_the_module_is_left_alone() -> None:
+    module = stirred(GOOD["functional forms"]()).train()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    net = nest(module, "w", shape=IMAGE)
+    assert net.training and module.training
+    net.reset(torch.Generator().manual_seed(0))
+    torch.stack([y.sum() for y in net(torch.randn(2, *IMAGE, dtype=torch.float64))]).sum().backward()
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_names_that_a_nested_network_needs_are_moved_aside() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+            self.plan = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.plan(self.stages(x).mean([2, 3]))
+            return logits
+
+    net = nest(Named(), "w", shape=IMAGE)
+    assert "stages_.0.weight" in net.state_dict()
+    assert len(net.stages) == 2
+
+
+def test_it_is_public() -> None:
+    assert nestling.nest is nest
+    assert isinstance(nestling.nest(backbone(), "w", shape=IMAGE), NestedNet)
+
+
+def test_stages_of_your_own_compile() -> None:
+    net = nest(GOOD["pieces"]().eval(), "w", shape=IMAGE)
+    with torch.no_grad():
+        state: tuple[Tensor, ...] = (torch.randn(2, *IMAGE),)
+        for stage, answer in zip(net.stages, net(state[0]), strict=True):
+            logits, state = torch.compile(stage, backend="aot_eager", fullgraph=True)(state)
+            assert torch.allclose(logits, answer, atol=1e-5)
+
+
+def test_a_nest_of_your_own_trains() -> None:
+    net = nest(backbone(nn.BatchNorm2d(8), nn.ReLU(), Squeeze(8)), "w,w", shape=IMAGE).train()
+    masked = {key: bits == 0 for key, bits in net.owners().items()}
+    steps = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    x, y = torch.randn(16, *IMAGE), torch.arange(16) % 5
+    losses = []
+    for _ in range(30):
+        steps.zero_grad()
+        loss = torch.stack([F.cross_entropy(logits, y) for logits in net(x)]).sum()
+        loss.backward()
+        steps.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    for key, parameter in net.named_parameters():
+        assert not parameter[masked[key].expand_as(parameter)].any()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+class Does(nn.Module):
+    """One operation, by name of a test."""
+
+    def __init__(self, operation: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Any:
+        return self.operation(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(self.conv(x))
+        return y
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(1, 8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(1) if self.training else x
+
+
+def shuffle(x: Tensor) -> Tensor:
+    return x.view(x.size(0), 2, 4, 8, 8).transpose(1, 2).reshape(x.size(0), 8, 8, 8)
+
+
+BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "layer norm": (lambda: backbone(nn.LayerNorm((8, 8, 8))), r"cannot nest 1 \(LayerNorm\): it normalises across channels"),
+    "group norm of one group": (lambda: backbone(nn.GroupNorm(1, 8)), r"cannot nest 1 \(GroupNorm\): it normalises across"),
+    "groups across stripes": (lambda: backbone(nn.GroupNorm(2, 8)), r"group 1 of 2 of 1 \(group norm\) holds channels born"),
+    "channel shuffle": (lambda: backbone(Does(shuffle)), r"the operation \.view in 1 \(Does\): it regroups channels"),
+    "transpose": (lambda: backbone(Does(lambda x: x.transpose(1, 2))), r"\.transpose in 1 \(Does\): it moves channels"),
+    "softmax": (lambda: backbone(nn.Softmax(1)), r"cannot nest 1 \(Softmax\): it mixes channels"),
+    "mean over channels": (lambda: backbone(Does(lambda x: x * x.mean(1, keepdim=True))), r"\.mean in 1 .*mixes channels"),
+    "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it mixes channels"),
+    "width": (lambda: backbone(nn.Conv2d(8, 6, 3), out=6), r"cannot nest 1: 6 channels cannot be cut into stripes .*uneven"),
+    "groups": (lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 12, 1, groups=3), out=12), "do not grow alike"),
+    "shared weights": (lambda: backbone(Twice()), r"cannot nest 1\.conv \(Conv2d\): its weights serve several places"),
+    "loose parameter": (lambda: backbone(Scaled()), r"operation mul in 1 \(Scaled\): it reads 1\.gamma, which is neither"),
+    "random scale": (lambda: backbone(Random()), r"cannot nest 1 \(Random\): it does other operations in training"),
+    "control flow": (lambda: backbone(Does(lambda x: x if x.sum() > 0 else -x)), r"torch\.fx cannot trace it"),
+    "transposed convolution": (lambda: backbone(nn.ConvTranspose2d(8, 8, 2)), r"1 \(ConvTranspose2d\): of convolutions only"),
+    "linear over pixels": (lambda: backbone(nn.Linear(8, 8)), r"1 \(Linear\): it reads the last dimension"),
+    "running momentum": (lambda: backbone(nn.BatchNorm2d(8, momentum=None)), r"1 \(BatchNorm2d\): batch norm needs"),
+    "two answers": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: (x, x))), "must return one tensor"),
+    "no classifier": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: x + x)), "not of one classifier"),
+    "wrong image": (lambda: nn.Sequential(nn.Conv2d(1, 8, 1)), r"0 \(Conv2d\): it does not run on images of shape \(3, 8, 8\)"),
+    "same padding": (lambda: backbone(nn.Conv2d(8, 8, 2, padding="same")), r'1 \(Conv2d\): padding "same"'),
+    "late channels only": (lambda: backbone(Does(lambda x: x[:, 4:]), out=4), "none of the channels it reads .* by stage 1"),
+    "joined rows": (lambda: backbone(Does(lambda x: torch.cat([x, x], 2))), r"cat in 1 \(Does\): it joins along dimension 2"),
+    "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0])), r"getitem in 1 \(Does\): only slices"),
+    "new dimension": (lambda: backbone(Does(lambda x: x[:, None])), r"getitem in 1 \(Does\): .* puts something else"),
+    "power of a tensor": (lambda: backbone(Does(lambda x: x**x)), r"pow in 1 \(Does\): it reads several tensors"),
+    "unknown": (lambda: backbone(Does(lambda x: x.cumsum(1))), "not known to work"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_keep_the_rule_is_refused_by_name(what: str) -> None:
+    make, words = BAD[what]
+    with pytest.raises(NestlingError, match=words):
+        nest(make(), "w,w", shape=IMAGE, name="mine")
+
+
+def test_depth_is_refused() -> None:
+    with pytest.raises(NestlingError, match="nested in width only"):
+        nest(backbone(), "w,d", shape=IMAGE)
