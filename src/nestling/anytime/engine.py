@@ -5,6 +5,8 @@ refers to it any more. A step that is told to stop raises Abandoned as soon as i
 usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
 """
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -73,3 +75,16 @@ class Engine(Protocol):
         """State of some of the images; the given state stays as it is."""
 
     def close(self) -> None: ...
+
+
+def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[float]:
+    """Run every stage a few times on an image of zeros; how long each takes by itself (median, seconds)."""
+    x = np.zeros((1, *shape), np.float32)
+    seen: list[list[float]] = [[] for _ in range(engine.stages)]
+    for _ in range(repeats):
+        state = engine.start(x)
+        for stage in range(1, engine.stages + 1):
+            began = time.perf_counter()
+            _, state = engine.step(stage, state, Stop())
+            seen[stage - 1].append(time.perf_counter() - began)
+    return [statistics.median(times[1:]) for times in seen]  # the first run allocates

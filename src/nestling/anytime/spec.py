@@ -45,7 +45,7 @@ class Spec:
         return len(self.sizes)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
 def from_dict(found: Mapping[str, Any]) -> Spec:

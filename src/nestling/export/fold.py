@@ -52,16 +52,19 @@ def merge(stages: tuple[Frozen, ...]) -> tuple[Frozen, ...]:
     joined: dict[tuple[str, ...], str] = {}  # the pieces, and the name of their join, from earlier stages
     merged = []
     for stage in stages:
-        ops = []
+        ops: list[Op] = []
+        known: dict[str, str] = {}  # joins of this stage that an earlier one has made already
         for op in stage.ops:
             if op.kind == "cat":
-                known = next((k for k in range(len(op.reads), 1, -1) if op.reads[:k] in joined), 0)
-                if known:
-                    reads = (joined[op.reads[:known]], *op.reads[known:])
-                    op = replace(op, kind="cat" if len(reads) > 1 else "same", reads=reads)
-            ops.append(op)
+                count = next((k for k in range(len(op.reads), 1, -1) if op.reads[:k] in joined), 0)
+                if count == len(op.reads) and op.out not in (stage.head, *stage.gives):
+                    known[op.out] = joined[op.reads]
+                    continue
+                if count:
+                    op = replace(op, reads=(joined[op.reads[:count]], *op.reads[count:]))
+            ops.append(replace(op, reads=tuple(known.get(read, read) for read in op.reads)))
         merged.append(replace(stage, ops=tuple(ops)))
-        joined |= {op.reads: op.out for op in stage.ops if op.kind == "cat"}
+        joined |= {op.reads: op.out for op in stage.ops if op.kind == "cat" and op.out not in known}
     return wire(tuple(merged))
 
 

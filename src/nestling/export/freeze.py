@@ -52,7 +52,7 @@ def freeze(net: NestedNet) -> tuple[Frozen, ...]:
     stages = []
     with torch.no_grad():
         for program in net.plan.programs:
-            writer = Writer(net)
+            writer = Writer(net, program.stage)
             for step in program.steps:
                 writer.step(step)
             head = piece((program.head, program.stage))
@@ -75,7 +75,7 @@ def freeze_whole(net: NestedNet) -> Frozen:
             state[f"{node.name}.weight"] = net.layer(node.name).live_weight()
     dense.load_state_dict(state)
     with torch.no_grad():
-        writer = Writer(dense)
+        writer = Writer(dense, 1)
         for step in plan.programs[0].steps:
             writer.step(step)
     heads = [piece((head, 1)) for head in plan.heads]
@@ -123,8 +123,8 @@ def own(tensor: Tensor) -> Tensor:
 class Writer:
     """Writes the operations of one stage, step by step; what is fetched twice is put together once."""
 
-    def __init__(self, net: NestedNet) -> None:
-        self.net = net
+    def __init__(self, net: NestedNet, stage: int) -> None:
+        self.net, self.stage = net, stage
         self.ops: list[Op] = []
         self.fetched: dict[tuple[Run, ...], str] = {}
 
@@ -147,9 +147,8 @@ class Writer:
                     name = self.put(Op("slice", cut, (name,), shape, start=run.start, stop=run.stop))
                 parts.append(name)
             shape = (sum(run.stop - run.start for run in runs), *self.net.plan.by_name[runs[0].node].size)
-            joined = f"{runs[0].node}@{runs[0].birth}-{runs[-1].birth}" + (f"#{len(self.ops)}" if len(runs) > 9 else "")
-            if any(op.out == joined for op in self.ops):
-                joined += f"#{len(self.ops)}"
+            # Named by the stage, too: a later one may join the same node otherwise.
+            joined = f"{runs[0].node}@{runs[0].birth}-{runs[-1].birth}:{self.stage}.{len(self.fetched)}"
             self.fetched[runs] = parts[0] if len(parts) == 1 else self.put(Op("cat", joined, tuple(parts), shape))
         return self.fetched[runs]
 

@@ -7,6 +7,7 @@ here (somebody's own activation) is traced by torch's exporter instead. Nothing 
 """
 
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,16 +76,18 @@ def trace_stage(frozen: Frozen, shapes: Shapes) -> bytes:
     state = tuple(torch.zeros(2, *shapes[name]) for name in frozen.takes)  # a batch of one would be taken as a constant
     free = (tuple({0: torch.export.Dim(BATCH)} for _ in state),)
     try:
-        program = torch.onnx.export(
-            TorchStage(frozen),
-            state,
-            dynamo=True,
-            dynamic_shapes=free,
-            input_names=list(frozen.takes),
-            output_names=["logits", *frozen.gives],
-            opset_version=OPSET,
-            verbose=False,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter's own, about its own use of torch
+            program = torch.onnx.export(
+                TorchStage(frozen),
+                state,
+                dynamo=True,
+                dynamic_shapes=free,
+                input_names=list(frozen.takes),
+                output_names=["logits", *frozen.gives],
+                opset_version=OPSET,
+                verbose=False,
+            )
     except Exception as error:  # whatever the exporter meets in somebody else's module
         raise NestlingError(
             f"stage {frozen.stage} has a layer that torch cannot write as ONNX: {error}. Use --format pt2, or the eager "

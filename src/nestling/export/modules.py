@@ -7,7 +7,11 @@ attributes); None where there is no such form here. Writes no graph and knows no
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+
+from nestling.nets.operations import Call
 
 Steps = list[tuple[str, dict[str, Any]]]
 
@@ -68,7 +72,15 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
 }
 
 
+FUNCTIONS: dict[Any, str] = {
+    F.relu: "Relu", torch.relu: "Relu", F.sigmoid: "Sigmoid", torch.sigmoid: "Sigmoid", F.tanh: "Tanh", torch.tanh: "Tanh"
+}  # fmt: skip
+
+
 def as_onnx(module: nn.Module) -> Steps | None:
     """The operators of a module; None if it has no form here. Subclasses may do anything, so only the very types count."""
+    if isinstance(module, Call):  # a function of a network that was traced
+        plain = not any(module.arguments) and not any(module.options.values())
+        return [(FUNCTIONS[module.function], {})] if plain and module.function in FUNCTIONS else None
     form = FORMS.get(type(module))
     return form(module) if form else None

@@ -4,9 +4,6 @@ In: a NestedNet, or the folder of a run, whose recipe, weights, results and prof
 up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's business.
 """
 
-import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import numpy as np
 import torch
 
 from nestling.anytime.caller import MEMORY, Anytime
-from nestling.anytime.engine import Engine, Stop
+from nestling.anytime.engine import warm_up
 from nestling.anytime.pace import Pace
 from nestling.anytime.spec import Spec
 from nestling.data import load
@@ -23,8 +20,6 @@ from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
 from nestling.rundir import RESULTS, RunDir
 from nestling.runtime.build import build_engine
-
-WARM_UP = 5  # runs through all stages before the first question
 
 
 class Runtime(Anytime):
@@ -48,7 +43,7 @@ class Runtime(Anytime):
             spec = spec or found
         built = build_engine(net, device, engine, threads)
         self.device = device
-        super().__init__(built, spec, Pace(warm_up(built, spec)), memory)
+        super().__init__(built, spec, Pace(warm_up(built, spec.shape)), memory)
 
     def to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
@@ -93,16 +88,3 @@ def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
         prior = tuple(float(v) for v in counts / counts.sum())
         spec = replace(spec, mean=data.mean, std=data.std, prior=prior)
     return net, spec
-
-
-def warm_up(engine: Engine, spec: Spec, repeats: int = WARM_UP) -> Sequence[float]:
-    """Run every stage a few times and return how long each takes by itself: the median, in seconds."""
-    x = np.zeros((1, *spec.shape), np.float32)
-    seen: list[list[float]] = [[] for _ in range(engine.stages)]
-    for _ in range(repeats):
-        state = engine.start(x)
-        for stage in range(1, engine.stages + 1):
-            began = time.perf_counter()
-            _, state = engine.step(stage, state, Stop())
-            seen[stage - 1].append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in seen]

@@ -1,0 +1,83 @@
+"""`nestling export`: a run's stages as files for other engines, verified before it says done.
+
+In: a run's folder. Out: a folder with one graph per stage and a manifest. The work is write.py's and quantise.py's.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from nestling.data import DataSet, load
+from nestling.errors import NestlingError
+from nestling.export.write import export_net
+from nestling.rundir import WEIGHTS, RunDir
+from nestling.runtime.runtime import load_run
+
+IMAGES = 64  # real images that every stage is verified on
+
+
+def command(
+    run: str, format: Literal["onnx", "pt2"] = "onnx", out: str = "", int8: bool = False, images: int = 1000
+) -> dict[str, Any]:
+    """Write each stage of a run as its own graph, with a manifest, and verify them against the network.
+
+    Args:
+        run: the run's folder.
+        format: onnx (for ONNX Runtime and nestling.portable) or pt2 (torch.export).
+        out: the folder to write; RUN/export-onnx or the like if not given. An earlier export is replaced.
+        int8: quantise weights and activations to 8 bits, and say what that does to each stage's error (onnx only).
+        images: for int8, how many test images that is measured on; 0 = all.
+    """
+    folder = RunDir.open(run)
+    if not folder.has(WEIGHTS):
+        raise NestlingError(f"{folder.path} has no {WEIGHTS} yet: finish the run first, then export it")
+    if int8 and format != "onnx":
+        raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
+    net, spec = load_run(folder)
+    data = load(folder.read_recipe().data)
+    place = Path(out) if out else folder.path / f"export-{format}{'-int8' if int8 else ''}"
+    about = {"run": folder.path.name, "network": net.plan.name, "data": data.name}
+    if int8:
+        from nestling.export.quantise import export_int8
+
+        manifest = export_int8(net, spec, place, data, images, about)
+    else:
+        manifest = export_net(net, spec, place, some_images(data), format, about)
+    found = manifest.to_dict()
+    size = sum((place / stage.file).stat().st_size for stage in manifest.stages)
+    return {"run": run, "folder": str(place), "bytes": size, **{k: v for k, v in found.items() if k != "shapes"}}
+
+
+def some_images(data: DataSet, count: int = IMAGES) -> Tensor:
+    """The first test images, normalised."""
+    kept: list[Tensor] = []
+    for x, _ in data.test.batches(min(count, len(data.test))):
+        kept.append(x)
+        if sum(map(len, kept)) >= count:
+            break
+    return torch.cat(kept)[:count]
+
+
+def show(result: dict[str, Any]) -> Table:
+    """A row per stage, for people."""
+    about, errors = result["about"], result["network"]["errors"]
+    verified, price = about["verified"], about.get("int8")
+    kind = f"{result['form']}, {result['precision']}, {result['bytes']:,} bytes"
+    table = Table("stage", "size", "takes", "gives", "ms", "error %", title=f"{result['network']['name']} ({kind})")
+    for title in ("float32 ms", "float32 error %") if price else ("difference",):
+        table.add_column(title)
+    for index, row in enumerate(result["stages"]):
+        cells = [str(row["stage"]), row["size"], str(len(row["takes"])), str(len(row["gives"]))]
+        cells.append(f"{1e3 * result['latencies'][index]:.2f}")
+        cells.append(f"{100 * errors[index]:.2f}" if errors else "")
+        if price:
+            cells += [f"{price['ms_before'][index]:.2f}", f"{100 * price['error_before'][index]:.2f}"]
+        else:
+            cells.append(f"{verified['largest_difference'][index]:.1e}")
+        table.add_row(*cells)
+    batches = " and ".join(map(str, verified["batches"]))
+    table.caption = f"{result['folder']}: verified on {verified['images']} images at batch {batches}"
+    return table

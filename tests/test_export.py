@@ -1,0 +1,299 @@
+"""Exported stages: the same answers as the network in every form, a folder that is whole or not there, its price in int8."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nestling.anytime.manifest import read_manifest
+from nestling.anytime.onnx import OnnxEngine, StageGraph
+from nestling.errors import NestlingError
+from nestling.export import command, export_net, show, write
+from nestling.export.fold import fold, merge, split
+from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
+from nestling.export.graph import write_stage
+from nestling.export.modules import FORMS, as_onnx
+from nestling.export.torchstage import TorchStage
+from nestling.nets import NETS, NestedNet, build
+from nestling.nets.draft import Draft
+from nestling.nets.nest import nest
+from nestling.nets.plan import Node
+from nestling.recipe import NetworkRecipe
+from nestling.runtime.runtime import bare_spec
+
+SMALLER: dict[str, dict[str, Any]] = {
+    "width-resnet50": {"widths": (16, 32, 64, 128), "blocks": (1, 1, 1, 1)},
+    "depth-sparse66": {"widths": (8, 8, 16, 16), "blocks": (4, 4, 4, 4)},
+    "width-resnet42": {"blocks": (2, 2, 2)},
+    "even-resnet42": {"blocks": (2, 2, 2)},
+    "depth-sparse98": {"widths": (4, 8, 8), "blocks": (8, 8, 8)},
+    "alternate-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
+    "together-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
+    "cascade-sparse98": {"widths": (4, 4, 8)},
+}
+
+
+def stirred(net: NestedNet) -> tuple[NestedNet, Tensor]:
+    """The network with norms that are not at their defaults, and images for it."""
+    chance = torch.Generator().manual_seed(1)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight.data, module.running_var):
+                tensor.uniform_(0.5, 1.5, generator=chance)  # type: ignore[union-attr]
+            for tensor in (module.bias.data, module.running_mean):
+                tensor.normal_(0, 0.3, generator=chance)  # type: ignore[union-attr]
+    shape = (3, net.plan.input.channels, *net.plan.input.size)
+    return net.eval(), torch.randn(shape, generator=chance)
+
+
+def network(name: str) -> tuple[NestedNet, Tensor]:
+    shape = (3, 32, 32) if name in ("width-resnet50", "depth-sparse66") else None
+    return stirred(build(NetworkRecipe(name=name, **SMALLER.get(name, {})), classes=10, shape=shape))
+
+
+def by_torch(stages: tuple[Frozen, ...], x: Tensor) -> list[Tensor]:
+    values, found = {"input": x}, []
+    with torch.no_grad():
+        for stage in stages:
+            logits, *given = TorchStage(stage)(*(values[name] for name in stage.takes))
+            values |= dict(zip(stage.gives, given, strict=True))
+            found.append(logits)
+    return found
+
+
+def by_onnx(net: NestedNet, stages: tuple[Frozen, ...], x: Tensor, batch: int = 3) -> list[Tensor]:
+    known = shapes(net, stages)
+    graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
+    engine = OnnxEngine(graphs, known, known[stages[0].head][0])
+    return [torch.from_numpy(logits) for logits in write.run_all(engine, x.numpy(), batch)]
+
+
+def agree(found: list[Tensor], net: NestedNet, x: Tensor) -> None:
+    with torch.no_grad():
+        expected = net(x)
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).abs().max() <= 2e-5 * max(1, float(theirs.abs().max()))
+
+
+# --- the same answers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(NETS))
+def test_every_network_of_the_registry_frozen_folded_and_as_onnx(name: str) -> None:
+    net, x = network(name)
+    frozen = freeze(net)
+    folded = merge(fold(frozen))
+    parted = split(folded, block=4)
+    for stages in (folded, parted):
+        agree(by_torch(stages, x), net, x)
+    agree(by_onnx(net, parted, x), net, x)
+    agree(by_onnx(net, parted, x, batch=1), net, x)
+    agree(list(TorchStage(fold((freeze_whole(net),))[0])(x)), net, x)
+    first = [op.kind for op in folded[0].ops]
+    assert first.count("affine") < [op.kind for op in frozen[0].ops].count("affine")  # norms went into convolutions
+
+
+@settings(max_examples=12)
+@given(
+    growth=st.lists(st.sampled_from(["w", "d", "wd"]), min_size=1, max_size=3).map(",".join),
+    widths=st.sampled_from([(8, 16), (16, 16)]),
+)
+def test_any_growth_order(growth: str, widths: tuple[int, int]) -> None:
+    net, x = stirred(build(NetworkRecipe(name="alternate-digits", growth=growth, widths=widths, blocks=(8, 8))))
+    stages = split(merge(fold(freeze(net))), block=4)
+    agree(by_torch(stages, x), net, x)
+    agree(by_onnx(net, stages, x), net, x)
+
+
+def test_split_only_takes_apart_what_nobody_else_needs() -> None:
+    net, _ = network("width-resnet42")
+    stages = merge(fold(freeze(net)))
+    parted = split(stages)
+    kinds = [[op.kind for op in stage.ops] for stage in parted]
+    assert kinds[2].count("cat") == 1  # of the head; the joins before convolutions are gone
+    assert kinds[1].count("cat") == [op.kind for op in stages[1].ops].count("cat")  # stage 3 takes these
+    assert all(len(stage.takes) <= 1 + len(parted[index - 1].gives) for index, stage in enumerate(parted) if index)
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1) * 0.5
+
+
+def other_layers(activation: nn.Module) -> NestedNet:
+    """A plan with group norm, PReLU, a grouped convolution and somebody's own modules."""
+    draft = Draft("other", (3, 8, 8))
+    births = (1,) * 4 + (2,) * 4
+    x = draft.conv("stem", "input", births)
+    x = draft.put(Node("gn", "norm", (x,), births, (8, 8), "group", groups=4))
+    x = draft.put(Node("prelu", "norm", (x,), births, (8, 8), "prelu"))
+    x = draft.put(Node("depthwise", "conv", (x,), births, (8, 8), "", (3, 3), (1, 1), (1, 1), groups=8))
+    x = draft.put(Node("own", "map", (x,), births, (8, 8), "module"))
+    y = draft.conv("more", x, births, kernel=1)
+    x = draft.put(Node("most", "zip", (x, y), births, (8, 8), "max"))
+    x = draft.put(Node("join", "cat", (x, y), births + births, (8, 8)))
+    x = draft.put(Node("plain", "norm", (x,), births + births, (8, 8), "batch", affine=False))
+    heads = [draft.head(stage, x, 5) for stage in (1, 2)]
+    net = NestedNet(draft.finish(heads, ("s1", "s2")), {"own": activation}).reset(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        net.layer("gn").weight.uniform_(0.5, 2)
+        net.layer("prelu").weight.uniform_(0, 1)
+        net.layer("plain").running_mean.normal_()
+    return net.eval()
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Dropout(0.5), Odd()], ids=["SiLU", "Dropout", "traced"])
+def test_other_norms_activations_and_groups(activation: nn.Module) -> None:
+    net = other_layers(activation)
+    x = torch.randn(3, 3, 8, 8)
+    stages = merge(fold(freeze(net)))
+    agree(by_torch(stages, x), net, x)
+    agree(by_onnx(net, stages, x), net, x)
+
+
+@pytest.mark.parametrize("kind", sorted(FORMS, key=str), ids=str)
+def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
+    options: dict[Any, tuple[Any, ...]] = {
+        nn.MaxPool2d: (3, 2, 1), nn.AvgPool2d: (2,), nn.AdaptiveAvgPool2d: (1,), nn.AdaptiveMaxPool2d: (1,)
+    }  # fmt: skip
+    module = kind(*options.get(kind, ())).eval()
+    x = torch.randn(2, 4, 8, 8) * 3
+    expected = module(x)
+    from nestling.export.freeze import Op
+
+    frozen = Frozen(1, (Op("module", "y", ("input",), tuple(expected.shape[1:]), module=module),), ("input",), (), "y")
+    import onnxruntime
+
+    model = write_stage(frozen, {"input": (4, 8, 8), "y": tuple(expected.shape[1:])})
+    [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def test_a_subclass_is_not_taken_for_its_parent() -> None:
+    class Louder(nn.ReLU):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    assert as_onnx(nn.ReLU()) and as_onnx(Louder()) is None
+    assert as_onnx(nn.AdaptiveAvgPool2d(2)) is None
+
+
+def test_functions_of_a_nested_module_of_your_own() -> None:
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.one(x))
+            return self.head(nn.functional.relu(self.norm(self.two(x)) + x).mean((2, 3)))
+
+    net = nest(Mine(), "w,w", (3, 8, 8)).eval()
+    x = torch.randn(3, 3, 8, 8)
+    stages = merge(fold(freeze(net)))
+    agree(by_torch(stages, x), net, x)
+    agree(by_onnx(net, stages, x), net, x)
+
+
+# --- folders -----------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_whole_verified_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+    net, x = network("width-digits")
+    folder = tmp_path / "stages"
+    for _ in range(2):
+        manifest = export_net(net, bare_spec(net), folder, x)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "stage1.onnx",
+        "stage2.onnx",
+        "stage3.onnx",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["stages"]
+    found = read_manifest(folder)
+    assert found.stages == manifest.stages and found.shapes == manifest.shapes and found.spec == manifest.spec
+    assert found.about is not None and max(found.about["verified"]["largest_difference"]) < 1e-4
+    assert found.about["verified"]["batches"] == [1, 32]
+
+
+def test_nothing_is_written_when_verification_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = network("width-digits")
+    export_net(net, bare_spec(net), tmp_path / "stages", x)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()}
+    monkeypatch.setattr(write, "TOLERANCE", 0.0)
+    with pytest.raises(NestlingError, match="differs from the network"):
+        export_net(copy.deepcopy(net), bare_spec(net), tmp_path / "stages", x)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["stages"]
+
+
+def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:
+    net, x = network("width-digits")
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(NestlingError, match="other things"):
+        export_net(net, bare_spec(net), tmp_path, x)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_exporting_leaves_the_network_as_it_was(tmp_path: Path) -> None:
+    net, x = network("depth-digits")
+    net.train()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    export_net(net, bare_spec(net), tmp_path / "stages", x)
+    assert net.training and all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real, short run on the digits."""
+    from nestling import train
+
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    train.command("digits-width", run=str(path), set=("train.epochs=3",), quiet=True)
+    return path
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_the_command_exports_a_run(run: Path, format: Any) -> None:
+    result = command(str(run), format=format)
+    assert show(result).row_count == 3
+    assert json.loads(json.dumps(result))["about"]["data"] == "digits"
+    errors = [row["error"] for row in json.loads((run / "results.json").read_text())["stages"]]
+    assert result["network"]["errors"] == errors and result["network"]["classes"] == list("0123456789")
+    assert abs(sum(result["network"]["prior"]) - 1) < 1e-6 and len(result["network"]["mean"]) == 1
+    assert max(result["about"]["verified"]["largest_difference"]) <= 1e-4
+
+
+def test_int8_says_what_it_costs_on_real_data(run: Path) -> None:
+    result = command(str(run), int8=True)
+    assert show(result).row_count == 3 and result["precision"] == "int8"
+    price = result["about"]["int8"]
+    assert price["images"] == 360 and result["network"]["errors"] == price["error_after"]
+    results = json.loads((run / "results.json").read_text())["stages"]
+    assert price["error_before"] == pytest.approx([row["error"] for row in results], abs=1e-6)
+    assert max(abs(a - b) for a, b in zip(price["error_after"], price["error_before"], strict=True)) < 0.1
+    plain = command(str(run))
+    assert result["bytes"] < plain["bytes"]
+
+
+def test_unfinished_runs_and_wrong_wishes_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_bytes((run / "recipe.json").read_bytes())
+    with pytest.raises(NestlingError, match="finish the run"):
+        command(str(tmp_path))
+    with pytest.raises(NestlingError, match="int8 is for onnx"):
+        command(str(run), format="pt2", int8=True)
+    with pytest.raises(NestlingError, match="unknown format"):
+        net, x = network("width-digits")
+        export_net(net, bare_spec(net), tmp_path / "x", x, "onyx")
