@@ -16,7 +16,7 @@ def width() -> Recipe:
         data=DataRecipe(name="cifar10"),
         network=NetworkRecipe(name="width-resnet42"),
         strategy=StrategyRecipe(name="osgd"),
-        train=TrainRecipe(precision="bfloat16", evaluate_every=5, checkpoint_every=10),
+        train=TrainRecipe(precision="bfloat16", evaluate_every=10, checkpoint_every=10),
     )
 
 

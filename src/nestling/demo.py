@@ -1,0 +1,88 @@
+"""The demo: small nests and their rivals, really trained on the digits, timed, and written up. Minutes on two cores.
+
+In: a folder. Out: run folders in it and report.html. Runs are trained in worker processes, one thread each; what is
+finished already is not done again, so a demo that was stopped goes on. It is nothing but the other rooms, called in turn.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nestling import cost, report
+from nestling.evaluate import trained
+from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe
+from nestling.recipes import named
+from nestling.rundir import RECIPE, RESULTS, RunDir
+from nestling.train import train
+
+NESTS = ("digits-width", "digits-depth")
+BASELINES = ("digits-even", "digits-cascade")
+
+
+def runs(epochs: int) -> Iterator[tuple[str, Recipe]]:
+    """Every run of the demo by folder name, the longest first: both nests with OSGD and SGD, the baselines they are
+    compared with, and the independent net of each stage's size."""
+    for name in (*NESTS, *BASELINES):
+        nest = named(name)
+        nest = replace(nest, train=replace(nest.train, epochs=epochs))
+        yield f"{name}-osgd", nest
+        if name in NESTS:
+            plain = StrategyRecipe(name="sgd")
+            yield f"{name}-sgd", replace(nest, strategy=plain)
+            for stage in (3, 2, 1):
+                network = NetworkRecipe(name=nest.network.name, alone=stage)
+                yield f"{name}-alone{stage}", replace(nest, network=network, strategy=plain)
+
+
+def train_one(recipe: Recipe, path: str) -> None:
+    """One run in a worker process; a run that was begun goes on."""
+    torch.set_num_threads(1)
+    begun = (Path(path) / RECIPE).exists()
+    train(recipe, path, resume=begun, command="nestling demo", quiet=True)
+
+
+def command(out: str = "runs/demo", epochs: int = 20, workers: int = 0, repeats: int = 200) -> dict[str, Any]:
+    """Train small anytime networks on the digits, compare them with independent nets, and write a report.
+
+    Args:
+        out: folder for the runs and the report.
+        epochs: of each run.
+        workers: processes that train at the same time; 0 means one per core, at most four.
+        repeats: how many times each network's stages are timed.
+    """
+    todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
+    count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as live:
+        bar = live.add_task("training on the digits", total=len(todo))
+        with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+            for future in as_completed(pool.submit(train_one, recipe, path) for recipe, path in todo):
+                future.result()
+                live.advance(bar)
+        bar = live.add_task("timing every stage", total=len(todo))
+        for _, path in todo:  # alone on the machine now, so the times mean something
+            time_one(path, repeats)
+            live.advance(bar)
+        live.add_task("writing the report", total=None)
+        found = report.command(tuple(path for _, path in todo), str(Path(out) / "report.html"))
+    return found
+
+
+def time_one(path: str, repeats: int) -> None:
+    run = RunDir.open(path)
+    if not run.has("profile.json") and run.has(RESULTS):
+        run, net, data = trained(path)
+        x, _ = next(data.test.batches(1))
+        cost.save_profile(run, cost.measure(net, x, repeats, threads=1))
+
+
+def show(result: dict[str, Any]) -> Any:
+    return report.show(result)
