@@ -14,8 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.gradients.checks import Named, Params, check_losses, explained, named, refuse_nonfinite, refuse_reentrant
-from nestling.gradients.owners import Layout, Spec, from_masks, from_owners
+from nestling.gradients.checks import (
+    Named,
+    Params,
+    check_losses,
+    explained,
+    named,
+    refuse_hooks,
+    refuse_nonfinite,
+    refuse_reentrant,
+    refuse_sparse,
+)
+from nestling.gradients.owners import Box, Layout, Spec, from_masks, from_owners
 from nestling.gradients.reduce import Reduction, agree, group_of, refuse_wrapped
 from nestling.gradients.rows import Rows
 
@@ -86,7 +96,9 @@ class Accumulator(Generic[R]):
         self.named = named(params)
         self.params = [p for _, p in self.named]
         refuse_wrapped(self.params)
+        refuse_hooks(self.named)
         self.specs = tuple(Spec.of(p) for p in self.params)
+        self.wholes: list[Box] = [tuple((0, size) for size in spec.stored) for spec in self.specs]
         self.device = self.params[0].device
         self.combine = combine
         self.owners = owners
@@ -128,11 +140,7 @@ class Accumulator(Generic[R]):
         if weights is not None:
             self._add_weighted(losses, weights)
         else:
-            early = self.group if final and self.layout is not None else None
-            for task, loss in enumerate(losses):
-                self._add_task(task, loss, retain=task < len(losses) - 1)
-                if early is not None:
-                    self.pending.append(Reduction(self.stored[task], early))
+            self._add_rows(losses, final)
             if self.steps == 0 and self.micro == 0 and self.missed:  # hidden, or just unused?
                 refuse_reentrant(losses)
         self.micro += 1
@@ -195,6 +203,19 @@ class Accumulator(Generic[R]):
                 )
             self.last = report
 
+    def _add_rows(self, losses: Sequence[Tensor], final: bool) -> None:
+        """A backward per task, with the caller's gradients put aside."""
+        early = self.group if final and self.layout is not None else None
+        before = [p.grad for p in self.params]
+        try:
+            for task, loss in enumerate(losses):
+                self._add_task(task, loss, retain=task < len(losses) - 1)
+                if early is not None:
+                    self.pending.append(Reduction(self.stored[task], early))
+        finally:
+            for p, grad in zip(self.params, before, strict=True):
+                p.grad = grad
+
     def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor) -> None:
         """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
         if self.check:
@@ -223,48 +244,43 @@ class Accumulator(Generic[R]):
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
 
     def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
+        """One task's backward. Torch accumulates into `.grad`, so that what is taken from there is nobody else's."""
         if self.micro == 0 and task == 0:
             self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
+        row = self.stored[task]
         boxes = self.layout.boxes[task] if self.layout is not None else None
         wanted = [i for i in range(len(self.params)) if boxes is None or boxes[i] is not None]
         if not wanted:
             return
+        cut = [boxes is not None and boxes[i] != self.wholes[i] for i in wanted]
+        for i, partial in zip(wanted, cut, strict=True):
+            kept = row[i]
+            self.params[i].grad = None if kept is None or partial else kept.permute(self.specs[i].inverse)
         seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
         try:
-            grads = torch.autograd.grad(
-                loss, [self.params[i] for i in wanted], grad_outputs=seed, retain_graph=retain, allow_unused=True
-            )
+            torch.autograd.backward(loss, seed, retain_graph=retain, inputs=[self.params[i] for i in wanted])
         except RuntimeError as error:
             raise explained(error, task) from error
-        row = self.stored[task]
-        for i, grad in zip(wanted, grads, strict=True):
-            if grad is not None:
-                self.missed.discard(i)
-            kept = self._kept(i, grad, task)
-            before = row[i]
-            # Autograd may hand one tensor to several parameters: what it gave is never added to in place.
-            if kept is None:
-                continue
-            if before is None:
-                row[i] = kept if self.micro == 0 else kept.clone()
-            elif self.micro == 1:
-                row[i] = before + kept
-            else:
-                before.add_(kept)
+        for i, partial in zip(wanted, cut, strict=True):
+            row[i] = self._kept(i, task, row[i] if partial else None)
 
-    def _kept(self, index: int, grad: Tensor | None, task: int) -> Tensor | None:
-        """A gradient in memory order, contiguous, cut to what the task owns."""
-        spec = self.specs[index]
+    def _kept(self, index: int, task: int, before: Tensor | None) -> Tensor | None:
+        """What came into a parameter's `.grad`: in memory order, contiguous, cut to what the task owns."""
+        grad, spec = self.params[index].grad, self.specs[index]
         box = self.layout.boxes[task][index] if self.layout is not None else None
         if grad is None:
-            if box is None:
-                return None
-            return self.params[index].new_zeros([stop - start for start, stop in box])
+            return before if before is not None or box is None else self._zeros(index, box)
+        refuse_sparse(grad, self.named[index][0])
+        self.missed.discard(index)
         if not spec.plain:
             grad = grad.permute(spec.memory)
-        if box is not None and any(side != (0, size) for side, size in zip(box, spec.stored, strict=True)):
-            grad = grad[tuple(slice(start, stop) for start, stop in box)]
-        return grad.contiguous()
+        if box is None or box == self.wholes[index]:
+            return grad.contiguous()
+        grad = grad[tuple(slice(start, stop) for start, stop in box)]
+        return grad.contiguous() if before is None else before.add_(grad)
+
+    def _zeros(self, index: int, box: Box) -> Tensor:
+        return self.params[index].new_zeros([stop - start for start, stop in box])
 
     def _settle_layout(self) -> Layout:
         """Who owns what: known, or read off the rows; ranks agree on it once."""
@@ -278,8 +294,9 @@ class Accumulator(Generic[R]):
         self.layout = from_masks(self.specs, tuple(masks), self.tasks)
         for task, row in enumerate(self.stored):
             for i in range(len(row)):
-                if row[i] is None:  # another rank's parameter: a zero here
-                    row[i] = self._kept(i, None, task)
+                box = self.layout.boxes[task][i]
+                if row[i] is None and box is not None:  # another rank's parameter: a zero here
+                    row[i] = self._zeros(i, box)
         return self.layout
 
 

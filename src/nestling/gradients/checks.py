@@ -123,3 +123,18 @@ def refuse_reentrant(losses: Sequence[Tensor]) -> None:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         todo.extend(following for following, _ in node.next_functions)
+
+
+def refuse_hooks(parameters: Named) -> None:
+    """Raise if a parameter acts on its gradient as soon as it is accumulated: here that is one task's alone."""
+    for name, p in parameters:
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise NestlingError(
+                f"{name} has a post-accumulate-grad hook, which would see the gradient of one task before all are "
+                f"combined: remove the hook and step the optimizer after backward"
+            )
+
+
+def refuse_sparse(grad: Tensor, name: str) -> None:
+    if grad.layout != torch.strided:
+        raise NestlingError(f"{name} has a sparse gradient: expected a dense one; make the embedding sparse=False")

@@ -43,6 +43,11 @@ class Spec(NamedTuple):
         return self.memory == tuple(range(len(self.memory)))
 
     @property
+    def inverse(self) -> tuple[int, ...]:
+        """The permutation that undoes `memory`."""
+        return tuple(self.memory.index(d) for d in range(len(self.memory)))
+
+    @property
     def stored(self) -> tuple[int, ...]:
         """The shape in memory order."""
         return tuple(self.shape[d] for d in self.memory)
@@ -104,8 +109,22 @@ class Layout:
             found[piece.param].append(index)
         return found
 
-    def whole(self, piece: Piece) -> bool:
-        return piece.shape == self.specs[piece.param].stored
+    def hosts(self) -> list[int | None]:
+        """Per parameter a task (the last) that owns every owned entry of it and stores it whole, if there is one."""
+        found: list[int | None] = []
+        for param, pieces in enumerate(self.per_param()):
+            common = -1
+            for index in pieces:
+                common &= self.pieces[index].owners
+            whole = tuple((0, size) for size in self.specs[param].stored)
+            able = [t for t in range(self.tasks) if common >> t & 1 and self.boxes[t][param] == whole]
+            found.append(able[-1] if pieces and able else None)
+        return found
+
+
+def tasks_of(mask: int) -> list[int]:
+    """The tasks whose bits are set."""
+    return [t for t in range(mask.bit_length()) if mask >> t & 1]
 
 
 def _hull(boxes: Sequence[Box]) -> Box:

@@ -6,19 +6,17 @@ host (except on a CPU, where there is nothing to wait for). It knows neither los
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nestling.errors import NestlingError
-from nestling.gradients.owners import Layout
+from nestling.gradients.owners import Layout, tasks_of
+from nestling.gradients.plan import CHUNK, Segment, plan
 
-CHUNK = 131_072  # entries per task brought to float64 at a time: stays in a cache on a CPU
-GROUP = 1_048_576  # entries written before the rows they came from are let go
-
-Segment = tuple[int, int, int]  # piece, first and last slice along its first dimension
+LINE = 1024  # entries summed in float32 before float64 takes over, where that is safe
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,107 +27,6 @@ class Blocks:
     private: Tensor  # (blocks, tasks) bool: entries of the block that no other task owns
     sizes: Tensor  # (tasks,) float64: d, the number of entries the task owns
     scale: Tensor | None = None  # loss scale the rows still carry (float16 training)
-
-
-@dataclass(eq=False)
-class Plan:
-    """A Layout seen through one scope: block of each piece, and pieces grouped for few and cache-sized calls."""
-
-    labels: list[int]
-    count: int
-    bins: list[tuple[int, list[int], list[Segment]]]  # block, tasks, segments that are laid end to end
-    groups: list[tuple[int, list[int], list[int], list[int]]]  # block, tasks, pieces, parameters then finished
-    index: list[int]  # where each dot product of the bins goes in the flat (blocks, tasks, tasks) Gram
-    mirror: list[int]  # the same for the other half, off the diagonal only (else to the dummy last place)
-    tensors: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict)
-
-    def on(self, device: torch.device, layout: Layout) -> dict[str, Tensor]:
-        """The plan's constant tensors on a device, made once."""
-        if device not in self.tensors:
-            owned = torch.zeros(self.count, layout.tasks, dtype=torch.bool)
-            private = owned.clone()
-            for label, piece in zip(self.labels, layout.pieces, strict=True):
-                tasks = _tasks(piece.owners)
-                owned[label, tasks] = True
-                if len(tasks) == 1:
-                    private[label, tasks] = True
-            made = {
-                "owned": owned,
-                "private": private,
-                "sizes": torch.tensor(layout.sizes(), dtype=torch.float64),
-                "index": torch.tensor(self.index),
-                "mirror": torch.tensor(self.mirror),
-            }
-            self.tensors[device] = {name: tensor.to(device) for name, tensor in made.items()}
-        return self.tensors[device]
-
-
-def _tasks(mask: int) -> list[int]:
-    return [t for t in range(mask.bit_length()) if mask >> t & 1]
-
-
-def plan(layout: Layout, scope: str) -> Plan:
-    """The plan of a layout under a scope, made once and kept in the layout."""
-    kept = layout.plans.get(scope)
-    if isinstance(kept, Plan):
-        return kept
-    labels = layout.labels(scope)
-    count = max(labels, default=-1) + 1
-    keyed: dict[tuple[int, int], list[int]] = {}
-    for index, (label, piece) in enumerate(zip(labels, layout.pieces, strict=True)):
-        keyed.setdefault((label, piece.owners), []).append(index)
-    made = Plan(labels, count, [], [], [], [])
-    for (label, owners), pieces in keyed.items():
-        made.bins.extend((label, _tasks(owners), part) for part in _bins(layout, pieces))
-    made.groups.extend(_groups(layout, keyed))
-    square = layout.tasks**2
-    for label, tasks, _ in made.bins:
-        for i, a in enumerate(tasks):
-            for b in tasks[: i + 1]:
-                made.index.append(label * square + a * layout.tasks + b)
-                made.mirror.append(label * square + b * layout.tasks + a if a != b else count * square)
-    layout.plans[scope] = made
-    return made
-
-
-def _bins(layout: Layout, pieces: list[int]) -> list[list[Segment]]:
-    """Pieces end to end in bins of about CHUNK entries; large pieces cut along their first dimension."""
-    bins: list[list[Segment]] = []
-    room = 0
-    for index in pieces:
-        piece = layout.pieces[index]
-        slices = piece.shape[0] if piece.shape else 1
-        each = max(1, piece.size // max(1, slices))
-        start = 0
-        while start < slices:
-            if room < each:
-                bins.append([])
-                room = CHUNK
-            stop = min(slices, start + max(1, room // each))
-            bins[-1].append((index, start, stop))
-            room -= (stop - start) * each
-            start = stop
-    return bins
-
-
-def _groups(
-    layout: Layout, keyed: dict[tuple[int, int], list[int]]
-) -> list[tuple[int, list[int], list[int], list[int]]]:
-    left = [len(pieces) for pieces in layout.per_param()]
-    groups: list[tuple[int, list[int], list[int], list[int]]] = []
-    for (label, owners), pieces in keyed.items():
-        room = 0
-        for index in pieces:
-            piece = layout.pieces[index]
-            if room <= 0:
-                groups.append((label, _tasks(owners), [], []))
-                room = GROUP
-            groups[-1][2].append(index)
-            room -= piece.size
-            left[piece.param] -= 1
-            if left[piece.param] == 0:
-                groups[-1][3].append(piece.param)
-    return groups
 
 
 class Rows:
@@ -186,6 +83,9 @@ class Rows:
         scratch = torch.empty(self.tasks, CHUNK, dtype=torch.float64, device=self.device)
         dots: list[Tensor] = []
         for _, tasks, segments in todo.bins:
+            if len(tasks) == 1 and len(segments) == 1:
+                dots.append(self._square(tasks[0], segments[0], scratch[0]))
+                continue
             wide = [self._flat(task, segments, scratch[task]) for task in tasks]
             dots.extend(torch.dot(wide[i], wide[j]) for i in range(len(wide)) for j in range(i + 1))
         flat = torch.zeros(todo.count * self.tasks**2 + 1, dtype=torch.float64, device=self.device)
@@ -197,17 +97,32 @@ class Rows:
             self._refuse_nonfinite(gram)
         return gram
 
+    def _part(self, task: int, segment: Segment) -> Tensor:
+        view = self.view(task, segment.piece)
+        if view.dim() and segment.stop - segment.start < view.shape[0]:
+            view = view[segment.start : segment.stop]
+        return view.reshape(-1)
+
     def _flat(self, task: int, segments: list[Segment], scratch: Tensor) -> Tensor:
-        parts = []
-        for index, start, stop in segments:
-            view = self.view(task, index)
-            if view.dim() and stop - start < view.shape[0]:
-                view = view[start:stop]
-            parts.append(view.reshape(-1))
+        parts = [self._part(task, segment) for segment in segments]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if flat.numel() > scratch.numel():  # a single slice longer than a chunk
             return flat.double()
         return scratch[: flat.numel()].copy_(flat)
+
+    def _square(self, task: int, segment: Segment, scratch: Tensor) -> Tensor:
+        """Squared norm of entries only one task owns.
+
+        Nothing cancels against them, so float32 sums of LINE entries, added in float64, are as good as float64
+        from the start (2e-9) and cost a third.
+        """
+        part = self._part(task, segment)
+        lines = part.numel() // LINE
+        if part.dtype != torch.float32 or lines < 8:
+            wide = part.double() if part.numel() > scratch.numel() else scratch[: part.numel()].copy_(part)
+            return torch.dot(wide, wide)
+        body, tail = part[: lines * LINE].view(lines, 1, LINE), part[lines * LINE :].double()
+        return torch.bmm(body, body.transpose(1, 2)).sum(dtype=torch.float64) + torch.dot(tail, tail)
 
     def _refuse_nonfinite(self, gram: Tensor) -> None:
         finite = torch.isfinite(gram.sum(0).diagonal()).tolist()
@@ -221,42 +136,50 @@ class Rows:
 
     @torch.no_grad()
     def write(self, weights: Tensor, scope: str = "all") -> None:
-        """Add the sum of weights[block, task] * row to `.grad`, and let the rows go."""
+        """Add the sum of weights[block, task] * row to `.grad`, and let the rows go.
+
+        Where one task owns all of a parameter, the sum is made in place of that task's row, which becomes `.grad`.
+        """
         todo = plan(self.layout, scope)
         cpu = self.device.type == "cpu"
-        numbers = weights.tolist() if cpu else []
-        known = weights if cpu else weights.to(self.params[0].dtype)
-        for label, tasks, pieces, finished in todo.groups:
-            total: tuple[Tensor, ...] | list[Tensor] = []
+        weigh = weights.tolist() if cpu else weights.to(self.params[0].dtype)
+        for label, tasks, host, pieces, finished in todo.groups:
+            first = tasks[-1] if host is None else host
+            views = [self.view(first, index) for index in pieces]
+            weight = weigh[label][first]
+            total = list(torch._foreach_mul(views, weight)) if host is None else views
+            if host is not None and not (cpu and weight == 1.0):
+                torch._foreach_mul_(total, weight)
             for task in tasks:
-                views = [self.view(task, index) for index in pieces]
-                if not total:
-                    total = torch._foreach_mul(views, numbers[label][task] if cpu else known[label, task])
-                elif cpu:
-                    torch._foreach_add_(total, views, alpha=numbers[label][task])
-                else:
-                    torch._foreach_add_(total, torch._foreach_mul(views, known[label, task]))
-            for index, part in zip(pieces, total, strict=True):
-                self._put(index, part)
+                if task != first:
+                    _add(total, [self.view(task, index) for index in pieces], weigh[label][task])
+            if host is None:
+                for index, part in zip(pieces, total, strict=True):
+                    self._put(index, part)
             for param in finished:
+                if host is not None:
+                    self._put_row(param, host)
                 for row in self.stored:
                     row[param] = None
 
+    def _put_row(self, param: int, host: int) -> None:
+        """Make a task's row, by now the update, the gradient of a parameter."""
+        parameter, spec, update = self.params[param], self.layout.specs[param], self.stored[host][param]
+        assert update is not None
+        if not spec.plain:
+            update = update.permute(spec.inverse)
+        if parameter.grad is None:
+            parameter.grad = update
+        else:
+            parameter.grad.add_(update)
+
     def _put(self, index: int, part: Tensor) -> None:
+        """Add a piece of the update to a gradient that no single task owns; what nobody owns stays zero."""
         piece = self.layout.pieces[index]
         parameter, spec = self.params[piece.param], self.layout.specs[piece.param]
-        if self.layout.whole(piece):
-            if not spec.plain:
-                part = part.permute([spec.memory.index(d) for d in range(len(spec.memory))])
-            if parameter.grad is None:
-                parameter.grad = part
-            else:
-                parameter.grad.add_(part)
-            return
-        if parameter.grad is None:  # entries no task owns get a zero
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        target = parameter.grad.permute(spec.memory)[tuple(slice(a, b) for a, b in piece.box)]
-        target.add_(part)
+        parameter.grad.permute(spec.memory)[tuple(slice(a, b) for a, b in piece.box)].add_(part)
 
     def matrix(self) -> Tensor:
         """The padded rows as one dense matrix (tasks, entries), for methods that need it."""
@@ -270,7 +193,7 @@ class Rows:
             for index in per_param[param]:
                 piece = self.layout.pieces[index]
                 where = tuple(slice(a, b) for a, b in piece.box)
-                for task in _tasks(piece.owners):
+                for task in tasks_of(piece.owners):
                     row = dense[task, at : at + size].view(self.layout.specs[param].stored)
                     row[where] = self.view(task, index)
             at += size
@@ -290,3 +213,10 @@ class Rows:
             parameter.grad.permute(spec.memory).add_(part)
             at += parameter.numel()
         self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
+
+
+def _add(total: list[Tensor], views: list[Tensor], weight: "float | Tensor") -> None:
+    if isinstance(weight, Tensor):
+        torch._foreach_add_(total, torch._foreach_mul(views, weight))
+    else:
+        torch._foreach_add_(total, views, alpha=weight)

@@ -1,0 +1,313 @@
+"""What a step with one gradient per task costs, against the summed loss and against other libraries.
+
+    python benchmarks/gradients.py                                     all cases on the CPU: time and memory
+    python benchmarks/gradients.py --combine-only --device cuda        Gram matrix and update alone, against copying
+
+Every round runs all methods once, in an order drawn anew; a figure is the median over rounds of the ratio to the
+summed loss of the same round, in CPU seconds of one thread (what else runs on the machine disturbs those less;
+--threads 2 takes wall seconds). The C library is told to keep freed memory, for every method, since otherwise page
+faults are half of what is measured; --trim leaves it alone. Memory is the peak resident set above the loaded model,
+each method in a fresh process. Rivals that are not installed are left out. --json prints one JSON line.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """3x3 convolutions on 32x32 images; the width doubles where the image is halved; exits after some of them."""
+
+    widths: tuple[int, ...]
+    exits: tuple[int, ...]
+    batch: int
+
+
+def thirds(width: int, convs: int) -> tuple[int, ...]:
+    return (width,) * convs + (2 * width,) * convs + (4 * width,) * convs
+
+
+CASES = {
+    "3 exits, 0.5 M parameters, batch 64": Case(thirds(32, 3), (3, 6, 9), 64),
+    "6 exits, 0.7 M parameters, batch 64": Case(thirds(32, 4), (2, 4, 6, 8, 10, 12), 64),
+    # Exits at about a quarter, a half and the whole of the work, as the paper spaces them.
+    "3 exits, 7.7 M parameters, batch 4": Case(thirds(128, 3), (3, 5, 9), 4),
+}
+
+
+class Exits(nn.Module):
+    """Convolution, batch norm, ReLU. No running statistics, which some rivals refuse."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList()
+        self.heads = nn.ModuleList()
+        stage: list[nn.Module] = []
+        before = 3
+        for index, width in enumerate(case.widths, start=1):
+            stride = 2 if width == 2 * before else 1
+            stage += [
+                nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
+                nn.BatchNorm2d(width, track_running_stats=False),
+                nn.ReLU(),
+            ]
+            before = width
+            if index in case.exits:
+                self.stages.append(nn.Sequential(*stage))
+                self.heads.append(nn.Linear(width, 10))
+                stage = []
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            x = stage(x)
+            found.append(head(x.mean((2, 3))))
+        return found
+
+
+def problem(case: Case) -> tuple[Exits, Callable[[], list[Tensor]]]:
+    torch.manual_seed(0)
+    net = Exits(case)
+    x, y = torch.randn(case.batch, 3, 32, 32), torch.randint(10, (case.batch,))
+    return net, lambda: [F.cross_entropy(out, y) for out in net(x)]
+
+
+# One step of each method: zero the gradients, forward, fill `.grad`. No optimizer.
+
+
+def summed(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    def step() -> None:
+        net.zero_grad()
+        torch.stack(losses()).sum().backward()
+
+    return step
+
+
+def ours(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    from nestling.combine import OSGD
+    from nestling.gradients import Accumulator
+
+    rows = Accumulator(net, OSGD())
+
+    def step() -> None:
+        net.zero_grad()
+        rows.backward(losses())
+
+    return step
+
+
+def torchjd(chunk: int | None) -> Callable[[nn.Module, Callable[[], list[Tensor]]], Step]:
+    def make(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+        from torchjd.autojac import backward, jac_to_grad
+
+        from nestling.combine.torchjd import OSGDAggregator
+
+        aggregator = OSGDAggregator()
+
+        def step() -> None:
+            net.zero_grad()
+            backward(losses(), parallel_chunk_size=chunk)
+            jac_to_grad(net.parameters(), aggregator)
+
+        return step
+
+    return make
+
+
+def autogram(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    from torchjd.autogram import Engine
+
+    from nestling.combine.torchjd import OSGDWeighting
+
+    engine, weighting = Engine(net, batch_dim=None), OSGDWeighting()
+
+    def step() -> None:
+        net.zero_grad()
+        stacked = torch.stack(losses())
+        stacked.backward(weighting(engine.compute_gramian(stacked)))
+
+    return step
+
+
+def pcgrad(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    from pytorch_optimizer import PCGrad
+
+    optimizer = PCGrad(torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.pc_backward(losses())
+
+    return step
+
+
+def config(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    from conflictfree.grad_operator import ConFIG_update
+    from conflictfree.utils import apply_gradient_vector, get_gradient_vector
+
+    def step() -> None:
+        net.zero_grad()
+        found, rows = losses(), []
+        for index, loss in enumerate(found):
+            net.zero_grad()
+            loss.backward(retain_graph=index < len(found) - 1)
+            rows.append(get_gradient_vector(net, none_grad_mode="zero"))
+        apply_gradient_vector(net, ConFIG_update(rows), none_grad_mode="zero", zero_grad_mode="pad_value")
+
+    return step
+
+
+KEEP = {"MALLOC_TOP_PAD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_MAX_": "0"}
+
+METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
+    "summed loss": summed,
+    "nestling osgd": ours,
+    "torchjd, vmap": torchjd(None),
+    "torchjd, chunk 1": torchjd(1),
+    "torchjd, autogram": autogram,
+    "pytorch_optimizer PCGrad": pcgrad,
+    "conflictfree ConFIG": config,
+}
+
+
+def ready(case: Case) -> dict[str, Step]:
+    """Every method that is installed, warmed up."""
+    steps = {}
+    for name, make in METHODS.items():
+        try:
+            steps[name] = make(*problem(case))
+        except ImportError as missing:
+            print(f"left out: {name} ({missing})", file=sys.stderr)
+            continue
+        for _ in range(2):
+            steps[name]()
+    return steps
+
+
+def timed(case: Case, rounds: int, seed: int) -> dict[str, list[float]]:
+    """Seconds per step, per method and round."""
+    steps = ready(case)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    draw = random.Random(seed)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name in draw.sample(list(steps), len(steps)):
+            start = clock()
+            steps[name]()
+            seconds[name].append(clock() - start)
+    return seconds
+
+
+def resident(field: str) -> float:
+    """MiB from this process's status: VmRSS now, or VmHWM at its highest."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
+
+
+def memory_here(case: Case, method: str) -> float:
+    """Peak resident MiB of two steps above the loaded model. Run in a process of its own."""
+    warm = METHODS[method](*problem(Case(thirds(16, 1), (1, 2, 3), 4)))
+    warm()  # whatever a method loads and sets up is not what a step needs
+    net, losses = problem(case)
+    step = METHODS[method](net, losses)
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
+        reset.write("5")  # the high-water mark starts anew
+    before = resident("VmRSS")
+    for _ in range(2):
+        step()
+    return resident("VmHWM") - before
+
+
+def memory(case_name: str, method: str) -> float:
+    command = [sys.executable, __file__, "--memory-of", method, "--case", case_name]
+    # Freed blocks go back to the system at once, so that the peak is what was held together.
+    frugal = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **frugal})
+    return float(ran.stdout)
+
+
+def measure(rounds: int, seed: int, names: list[str]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for case_name in names:
+        case = CASES[case_name]
+        seconds = timed(case, rounds, seed)
+        for method, own in seconds.items():
+            ratios = sorted(a / b for a, b in zip(own, seconds["summed loss"], strict=True))
+            quarter = len(ratios) // 4
+            rows.append(
+                {
+                    "case": case_name,
+                    "method": method,
+                    "ratio": round(statistics.median(ratios), 3),
+                    "low": round(ratios[quarter], 3),
+                    "high": round(ratios[-1 - quarter], 3),
+                    "ms": round(1000 * statistics.median(own), 1),
+                    "memory_mib": round(memory(case_name, method), 1),
+                    "rounds": rounds,
+                }
+            )
+            print(f"{case_name}: {method}: {rows[-1]['ratio']}", file=sys.stderr)
+    return rows
+
+
+def condition(device: str) -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("nestling", "torchjd", "pytorch_optimizer", "conflictfree"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    return {"device": name, "dtype": "float32", **versions}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """The rows as a Markdown table."""
+    heads = list(rows[0])
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(str(row[h]) for h in heads) + " |" for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--combine-only", action="store_true")
+    parser.add_argument("--memory-of", choices=list(METHODS), help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trim", action="store_true", help="let the C library give freed memory back")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        print(memory_here(CASES[options.case[0]], options.memory_of))
+        return
+    if not options.trim and any(os.environ.get(name) != value for name, value in KEEP.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})  # read at start-up only
+    rows = measure(options.rounds, options.seed, options.case or list(CASES))
+    if options.json:
+        print(json.dumps({"condition": condition(options.device), "rows": rows}))
+    else:
+        print(condition(options.device), table(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
