@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestling.errors import NestlingError
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
+from nestling.nets.plan import WEIGHTED
 
 GROWTH = "w,w"
-TOLERANCE = 1e-12  # staged against whole, float64, relative to the largest logit or 1
+TOLERANCE = 1e-12  # staged against whole, float64, relative to the largest logit or 1, per hundred layers
 FILE = Path(__file__).parent.parent / "results" / "nest-pytorchcv.csv"
 COLUMNS = [
     "model", "outcome", "reason", "stages", "macs_w1", "macs_w2", "macs_w4", "macs_unnested", "params_w1", "params_w2",
@@ -95,7 +96,7 @@ def check_promises(net: NestedNet, x: Tensor) -> dict[str, float]:
     with torch.no_grad():
         errors = {"error_eval": difference(net.eval()(x), list(net.answers(x)))}
         errors["error_train"] = training_difference(net.train(), x)
-        assert max(errors.values()) <= TOLERANCE, f"staged and whole differ: {errors}"
+        assert max(errors.values()) <= tolerance(net), f"staged and whole differ: {errors}"
         net, x = net.float().eval(), x.float()  # what follows is exact in every precision, and float32 is fast
         whole, stages = net(x), list(net.answers(x))
         errors["error_float32"] = difference(whole, stages)
@@ -104,6 +105,11 @@ def check_promises(net: NestedNet, x: Tensor) -> dict[str, float]:
         check_leaks(net, x, whole, stages)
     check_gradients(net, net.train()(x))
     return errors
+
+
+def tolerance(net: NestedNet) -> float:
+    """Rounding grows through the layers: an untrained network of 1000 of them amplifies it tenfold and more."""
+    return TOLERANCE * max(1.0, sum(node.op in WEIGHTED for node in net.plan.nodes) / 100)
 
 
 def training_difference(net: NestedNet, x: Tensor) -> float:
@@ -115,7 +121,8 @@ def training_difference(net: NestedNet, x: Tensor) -> float:
     error = difference(whole, list(net.answers(x)))
     for key, value in net.state_dict().items():
         if key in before:
-            assert torch.allclose(value, after[key], rtol=1e-11, atol=1e-11), f"statistics {key} differ"
+            bound = 10 * tolerance(net)
+            assert torch.allclose(value, after[key], rtol=bound, atol=bound), f"statistics {key} differ"
     net.load_state_dict(before, strict=False)
     return error
 

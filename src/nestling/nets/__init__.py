@@ -1,11 +1,24 @@
 """Nested networks from one rule: a channel born at stage s reads only channels born at or before s.
 
 births.py and plan.py are pure planning; draft.py draws plans; resnet.py, sparse.py and cascade.py are the paper's
-networks; layers.py and net.py run a plan with torch; registry.py holds the networks by name; nest.py nests your own.
+networks; registry.py holds the networks by name; describe.py and draw.py show plans. None of these needs torch.
+layers.py and net.py run a plan with torch; nest.py nests your own module.
 """
 
-from nestling.nets.net import Alone, NestedNet, Stage
+from typing import TYPE_CHECKING, Any
+
 from nestling.nets.plan import Plan
 from nestling.nets.registry import NETS, build, plan
 
+if TYPE_CHECKING:
+    from nestling.nets.net import Alone, NestedNet, Stage
+
 __all__ = ["NETS", "Alone", "NestedNet", "Plan", "Stage", "build", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Alone", "NestedNet", "Stage"):  # imported when first used: planning does not wait for torch
+        from nestling.nets import net
+
+        return getattr(net, name)
+    raise AttributeError(f"module 'nestling.nets' has no attribute {name!r}")

@@ -415,10 +415,13 @@ def settle(plan: Plan) -> Plan:
 
 def check(plan: Plan) -> Plan:
     """Refuse a plan that breaks the rule, wastes work or leaves a stage empty. Runs before any tensor exists."""
+    drawn: set[str] = set()
     for node in plan.nodes:
         for read in node.reads:
-            if read not in plan.by_name:
+            if read not in drawn:
                 raise NestlingError(f"{plan.name}: {node.name} reads {read!r}, which is not drawn before it.")
+        drawn.add(node.name)
+    for node in plan.nodes:
         if node.op in WEIGHTED:
             starved = [row for row in range(node.channels) if plan.fan_in(node, row) == 0]
             if starved:

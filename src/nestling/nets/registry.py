@@ -5,17 +5,20 @@ network with weights drawn from a generator. What a network looks like inside is
 """
 
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from nestling.errors import NestlingError, nearest
 from nestling.nets.births import Growth, alone, grow
 from nestling.nets.cascade import cascade
-from nestling.nets.net import NestedNet
 from nestling.nets.plan import Node, Plan, check
 from nestling.nets.resnet import resnet
 from nestling.nets.sparse import sparse_resnet
 from nestling.recipe import NetworkRecipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from nestling.nets.net import NestedNet
 
 Shape = tuple[int, int, int]
 
@@ -163,8 +166,12 @@ def build(
     recipe: NetworkRecipe,
     classes: int | None = None,
     shape: Shape | None = None,
-    generator: torch.Generator | None = None,
-) -> NestedNet:
+    generator: "torch.Generator | None" = None,
+) -> "NestedNet":
     """The network of a recipe, with weights drawn from `generator` (seed 0 without one)."""
+    import torch  # here, because plans are made without it
+
+    from nestling.nets.net import NestedNet
+
     net = NestedNet(plan(recipe, classes, shape))
     return net.reset(generator if generator is not None else torch.Generator().manual_seed(0))

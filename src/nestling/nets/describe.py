@@ -1,0 +1,155 @@
+"""`nestling describe NET`: a network's stages, what each adds and costs, and a picture of the nest.
+
+In: the name of a network and what to change about it. Out: per stage its size, new and total parameters and MACs, its
+share of the un-nested network and the connections the rule drops; with --draw an SVG. Works on plans: makes no tensors.
+"""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from nestling.errors import NestlingError
+from nestling.files import write_atomically
+from nestling.nets.draw import draw as picture_of
+from nestling.nets.plan import WEIGHTED, Plan
+from nestling.nets.registry import Shape, plan
+from nestling.recipe import NetworkRecipe, Recipe, override
+
+
+def command(
+    net: str,
+    growth: str = "",
+    stripes: str = "",
+    widths: str = "",
+    blocks: str = "",
+    alone: int = 0,
+    ensemble: bool = False,
+    classes: int = 0,
+    shape: str = "",
+    draw: str = "",
+) -> dict[str, Any]:
+    """Show a network's stages: what each adds, what it costs, and a picture of the nest.
+
+    Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
+    multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).
+
+    Args:
+        net: a network's name, such as width-resnet42.
+        growth: another order of growing, such as w,d,w,d.
+        stripes: how wide each stripe is, such as 1,1,2; without it every w doubles the width.
+        widths: channels of each group at full width, such as 32,64,128.
+        blocks: blocks of each group at full depth, such as 7,7,7.
+        alone: only the independent network of this stage's size.
+        ensemble: independent networks of all sizes, run one after another.
+        classes: how many classes; 0 is the network's own number.
+        shape: channels, height and width of the images, such as 3,32,32.
+        draw: write a picture of the nest to this file (.svg).
+    """
+    given = {"growth": growth, "stripes": stripes, "widths": widths, "blocks": blocks}
+    settings = [f"network.{key}={value}" for key, value in given.items() if value]
+    recipe = override(Recipe(net, network=NetworkRecipe(name=net, alone=alone, ensemble=ensemble)), settings).network
+    image = image_shape(shape)
+    drawn = plan(recipe, classes or None, image)
+    result = described(drawn, unnested(recipe, classes, image))
+    if draw:
+        result["picture"] = write_picture(drawn, draw)
+    return {"network": net, **result}
+
+
+def image_shape(text: str) -> Shape | None:
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise NestlingError(f"shape {text!r}; expected channels, height and width, such as 3,32,32.")
+    return (int(parts[0]), int(parts[1]), int(parts[2]))
+
+
+def unnested(recipe: NetworkRecipe, classes: int, shape: Shape | None) -> Plan:
+    """The full-size network with every connection and one head."""
+    if recipe.alone:
+        return plan(recipe, classes or None, shape)
+    last = plan(replace(recipe, ensemble=False), classes or None, shape).stages
+    return plan(replace(recipe, ensemble=False, alone=last), classes or None, shape)
+
+
+def described(drawn: Plan, whole: Plan) -> dict[str, Any]:
+    """The counts of every stage, beside those of the un-nested network."""
+    stages = []
+    for number, (stage, size) in enumerate(zip(drawn.answering, drawn.sizes, strict=True), start=1):
+        kept, dense = connections(drawn, stage)
+        stages.append(
+            {
+                "stage": number,
+                "size": size,
+                "new_macs": drawn.new_macs(stage),
+                "macs": drawn.macs(stage),
+                "new_params": drawn.new_params(stage),
+                "params": drawn.params(stage),
+                "own_params": drawn.task_params(number - 1),  # of D_s by itself, without the heads of earlier stages
+                "macs_share": drawn.macs(stage) / whole.macs(whole.stages),
+                "params_share": drawn.params(stage) / whole.params(whole.stages),
+                "dropped_connections": dense - kept,
+                "dropped_share": 1 - kept / dense,
+            }
+        )
+    unnested = {"macs": whole.macs(whole.stages), "params": whole.params(whole.stages)}
+    shape = [drawn.input.channels, *drawn.input.size]
+    return {"shape": shape, "classes": drawn.by_name[drawn.heads[0]].channels, "stages": stages, "unnested": unnested}
+
+
+def connections(drawn: Plan, stage: int) -> tuple[int, int]:
+    """How many weights the rule keeps among the channels that exist by `stage`, and how many there could be."""
+    kept = dense = 0
+    for node in drawn.nodes:
+        if node.op not in WEIGHTED:
+            continue
+        births = drawn.by_name[node.reads[0]].births
+        live = [sum(births[c] <= stage for c in drawn.group_inputs(node, g)) for g in range(node.groups)]
+        for row, birth in enumerate(node.births):
+            if birth <= stage:
+                kept += drawn.fan_in(node, row) * prod(node.kernel)
+                dense += live[drawn.group_of(node, row)] * prod(node.kernel)
+    return kept, dense
+
+
+def write_picture(drawn: Plan, file: str) -> str:
+    path = Path(file)
+    if path.suffix.lower() != ".svg":
+        raise NestlingError(f"--draw {file}: pictures are written as SVG; give a name that ends in .svg.")
+    if not path.parent.is_dir():
+        raise NestlingError(f"--draw {file}: there is no folder {path.parent}; make it first.")
+    write_atomically(path, picture_of(drawn).encode())
+    return str(path)
+
+
+def show(result: dict[str, Any]) -> RenderableType:
+    """The stages as a table."""
+    shape = "x".join(map(str, result["shape"]))
+    table = Table(title=f"{result['network']}, images {shape}, {result['classes']} classes", title_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("size")
+    for heading in ("new params", "params", "new MACs", "MACs", "of un-nested", "dropped"):
+        table.add_column(heading, justify="right")
+    for row in result["stages"]:
+        counts = [amount(row[key]) for key in ("new_params", "params", "new_macs", "macs")]
+        shares = [f"{row[key]:.1%}" for key in ("macs_share", "dropped_share")]
+        table.add_row(str(row["stage"]), row["size"], *counts, *shares)
+    whole = result["unnested"]
+    lines = [f"un-nested, all connections: {amount(whole['params'])} params, {amount(whole['macs'])} MACs"]
+    if "picture" in result:
+        lines.append(f"picture: {result['picture']}")
+    return Group(table, *lines)
+
+
+def amount(count: int) -> str:
+    """A count with three or four digits: 24.4 M, 1,234, 3.86 G."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
+        if count >= size:
+            value = count / (10**3 if unit == "k" else size)
+            return f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+    return f"{count:,}"
