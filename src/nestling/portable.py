@@ -25,6 +25,7 @@ class Portable(Anytime):
         engine = open_engine(folder, self.manifest, threads)
         spec = self.manifest.spec
         super().__init__(engine, spec, Pace(warm_up(engine, spec.shape)), memory)
+        self.warm()
 
 
 def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> OnnxEngine:

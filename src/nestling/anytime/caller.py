@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,6 +63,11 @@ class Anytime:
         """End the worker and free the engine. Calls that wait come back with what they have; later ones are refused."""
         self._finalizer()
 
+    def warm(self) -> None:
+        """Answer a black image twice, so that the first real question does not pay for what is set up on first use."""
+        for _ in range(2):
+            self.answer(np.zeros(self.spec.shape, np.float32))
+
     # --- the four ways to ask ------------------------------------------------------------------------------------
 
     def answer(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> Any:
@@ -73,9 +78,14 @@ class Anytime:
         """
         return self.submit(x, deadline, confident).result()
 
-    def answers(self, x: Any, confident: Sequence[float] | None = None) -> Generator[Any, None, None]:
-        """Yield the Answer of each stage as it finishes (lists of them for a batch); stop whenever you like."""
-        pending = self.ask(x, None, confident, every=True)
+    def answers(
+        self, x: Any, confident: Sequence[float] | None = None, deadline: float | None = None
+    ) -> Generator[Any, None, None]:
+        """Yield the Answer of each stage as it finishes (lists of them for a batch); stop whenever you like.
+
+        With a deadline it ends then, and what it yielded last is the answer; if that was nothing, not even stage 1 was done.
+        """
+        pending = self.ask(x, seconds(deadline), confident, every=True)
         try:
             yield from pending.stages()
         finally:
@@ -155,7 +165,7 @@ class Anytime:
         refine = partial(self.refine, row)
         return Answer(label, self.spec.classes[label], probabilities, stage, size, self.clock() - began, final, refine)
 
-    def __enter__(self) -> "Anytime":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -222,32 +232,45 @@ class Pending:
         return ready
 
     def stages(self) -> Iterator[Any]:
-        """The answers of each stage as it finishes, all images together."""
+        """The answers of each stage as it finishes, all images together, until the deadline."""
         latest: dict[int, News] = {}  # by row
-        early: list[News] = []  # of stages not yet shown
+        ahead: list[News] = []  # of stages not yet shown
+        until = self.began + self.runtime.margin.before(max(self.limits))
         try:
             for stage in range(1, self.runtime.spec.stages + 1):
                 waiting = {id(row) for row in self.rows if not (id(row) in latest and latest[id(row)].final)}
                 while waiting:
-                    ahead = [news for news in early if news.stage == stage]
-                    early = [news for news in early if news.stage != stage]
-                    latest_news: list[News | None] = [*ahead] or [self.signal.get()]
-                    for news in latest_news:
-                        if news is None:  # cancelled, closed or failed
-                            for row in self.rows:
-                                self.runtime.form(row, self.began)  # raises if it failed
-                            return
-                        if news.stage > stage:
-                            early.append(news)
-                        else:
-                            latest[id(news.row)] = news
-                            waiting.discard(id(news.row))
+                    ready = next((news for news in ahead if news.stage == stage), None)
+                    if ready is not None:
+                        ahead.remove(ready)
+                    news = ready or self.next_news(until)
+                    if news is None:
+                        return
+                    if news.stage > stage:
+                        ahead.append(news)
+                        continue
+                    latest[id(news.row)] = news
+                    waiting.discard(id(news.row))
                 answers = [self.runtime.form(row, self.began, latest[id(row)]) for row in self.rows]
                 yield answers[0] if self.single else answers
                 if all(answer.final for answer in answers):
                     return
         finally:
             self.leave()
+
+    def next_news(self, until: float) -> News | None:
+        """The next stage that some row finishes; None at the deadline, or when waiting was called off."""
+        while (left := until - self.runtime.clock()) > 0:
+            try:
+                news = self.signal.get(timeout=min(left, LONGEST_SLEEP))
+            except Empty:
+                continue
+            if news is None:
+                for row in self.rows:
+                    self.runtime.form(row, self.began)  # raises if it failed
+            return news
+        self.runtime.worker.expire()
+        return None
 
     def leave(self) -> None:
         for row in self.rows:

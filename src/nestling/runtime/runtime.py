@@ -13,11 +13,16 @@ import torch
 
 from nestling.anytime.caller import MEMORY, Anytime
 from nestling.anytime.engine import warm_up
+from nestling.anytime.forecast import Forecast
 from nestling.anytime.pace import Pace
 from nestling.anytime.spec import Spec
+from nestling.confidence import Confidence, calibrate
+from nestling.cost import PROFILE, Latency, load_profile
 from nestling.data import load
 from nestling.errors import NestlingError
+from nestling.evaluate import OUTPUTS
 from nestling.nets import NestedNet, build
+from nestling.provenance import device_name
 from nestling.rundir import RESULTS, RunDir
 from nestling.runtime.build import build_engine
 
@@ -36,14 +41,44 @@ class Runtime(Anytime):
     ) -> None:
         """`source` is a network or a run's folder. `spec` says more about a bare network than its plan does."""
         device = choose_device(device)
+        self.run: RunDir | None = None
         if isinstance(source, NestedNet):
             net, spec = source, spec or bare_spec(source)
         else:
-            net, found = load_run(source if isinstance(source, RunDir) else RunDir.open(source))
+            self.run = source if isinstance(source, RunDir) else RunDir.open(source)
+            net, found = load_run(self.run)
             spec = spec or found
         built = build_engine(net, device, engine, threads)
         self.device = device
-        super().__init__(built, spec, Pace(warm_up(built, spec.shape)), memory)
+        self.profile = find_profile(self.run, built.name, threads, device) if self.run else None
+        latencies = warm_up(built, spec.shape)
+        pace = Pace(latencies)
+        if self.profile is not None:  # the profile knows the quiet device; how it is now, the warm-up has shown
+            pace = Pace([float(v) for v in np.diff([0.0, *self.profile.median()]) / 1e3])
+            for stage, latency in enumerate(latencies, start=1):
+                pace.observe(stage, latency)
+        super().__init__(built, spec, pace, memory)
+        self.warm()
+
+    def stop_when_sure(self, loss: float = 0.005) -> Confidence:
+        """From now on answers are final when they are sure enough: thresholds are found on the run's own test or
+        validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
+        if self.run is None:
+            raise NestlingError("only a run's folder holds outputs to choose thresholds on; pass confident=... instead")
+        tensors, _ = self.run.load_tensors(OUTPUTS)
+        found = calibrate(tensors["logits"].numpy(), tensors["labels"].numpy(), loss, self.pace.base)
+        self.thresholds = found.thresholds
+        return found
+
+    def forecast(self, deadline: float) -> tuple[list[float], float | None]:
+        """What to expect of a deadline now: the share of questions that the prior and each stage will answer, and the
+        expected error where the errors of all stages are known. Uses the run's profile and the slow-down of the moment."""
+        trace = self.profile.array / 1e3 if self.profile else np.cumsum(self.pace.base)[None]
+        errors = self.spec.errors if len(self.spec.errors) == self.spec.stages else ()
+        forecast = Forecast(trace, errors, 1 - float(self.prior.max()))
+        limit, slowdown = self.margin.before(deadline), self.pace.slowdown
+        error = forecast.error(limit, slowdown) if errors else None
+        return [float(share) for share in forecast.shares(limit, slowdown)], error
 
     def to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
@@ -67,6 +102,15 @@ def bare_spec(net: NestedNet) -> Spec:
     height, width = node.size
     classes = net.plan.by_name[net.plan.heads[-1]].channels
     return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
+
+
+def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency | None:
+    """The run's profile, if it was measured the way this runtime works: engine, threads, device, single images."""
+    if not run.has(PROFILE):
+        return None
+    found = load_profile(run)
+    same = (found.engine, found.device, found.batch) == (engine, device_name(device), 1)
+    return found if same and (found.threads == threads or device != "cpu") else None
 
 
 def load_run(run: RunDir) -> tuple[NestedNet, Spec]:

@@ -1,0 +1,211 @@
+"""Profiles, forecasts, thresholds and predictions of a real run on the digits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from nestling import confidence, cost, predict, profile
+from nestling.anytime.forecast import Forecast
+from nestling.cli import main
+from nestling.errors import NestlingError
+from nestling.evaluate import OUTPUTS
+from nestling.rundir import RunDir
+from nestling.runtime import Runtime
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nestling import train
+
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    train.command("digits-width", run=str(path), set=("train.epochs=4",), quiet=True)
+    return path
+
+
+def shown(table: Any) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+# --- profile -----------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_stored_with_the_run_and_read_by_the_runtime(run: Path) -> None:
+    result = profile.command(str(run), repeats=20, batch=(1, 4))
+    assert "onnxruntime" in shown(profile.show(result))
+    stored = cost.load_profile(RunDir.open(run))
+    assert stored.array.shape == (20, 3) and (np.diff(stored.array, axis=1) > 0).all()
+    assert (stored.engine, stored.threads, stored.batch) == ("onnxruntime", 1, 1)
+    assert [each["batch"] for each in result["conditions"]] == [1, 4]
+    for condition in result["conditions"]:
+        for row in condition["stages"]:
+            assert 0 < row["median_ms"] <= row["p95_ms"] <= row["p99_ms"] and row["macs"] > 0
+    with Runtime(run, device="cpu") as runtime:
+        assert runtime.profile == stored
+        assert sum(runtime.pace.base) == pytest.approx(stored.median()[-1] / 1e3)
+        shares, error = runtime.forecast(10.0)
+        assert shares == [0, 0, 0, 1] and error == pytest.approx(runtime.spec.errors[-1])
+        shares, error = runtime.forecast(0.0)
+        assert shares == [1, 0, 0, 0] and error == pytest.approx(1 - max(runtime.spec.prior))
+    with Runtime(run, device="cpu", engine="eager") as other:
+        assert other.profile is None  # measured with another engine
+
+
+def test_more_threads_are_measured_in_a_process_of_their_own(run: Path) -> None:
+    result = profile.command(str(run), repeats=5, threads=(1, 2), dry=True)
+    assert [each["threads"] for each in result["conditions"]] == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", [{"repeats": 0}, {"threads": (0,)}, {"batch": (-1,)}])
+def test_nonsense_is_refused(run: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(NestlingError, match="at least 1"):
+        profile.command(str(run), **wrong)
+
+
+# --- forecast ----------------------------------------------------------------------------------------------------
+
+
+def test_forecast_by_hand() -> None:
+    forecast = Forecast([[1, 2], [1, 4], [2, 5], [3, 3]], errors=[0.2, 0.1], prior_error=0.9)
+    assert forecast.shares(0.5).tolist() == [1, 0, 0]
+    assert forecast.shares(2).tolist() == [0.25, 0.5, 0.25]
+    assert forecast.error(2) == pytest.approx(0.25 * 0.9 + 0.5 * 0.2 + 0.25 * 0.1)
+    assert forecast.shares(4, slowdown=2).tolist() == forecast.shares(2).tolist()
+
+
+@given(st.integers(0, 1000), st.floats(0, 5), st.floats(0.1, 3))
+def test_more_time_is_never_expected_to_be_worse(seed: int, deadline: float, more: float) -> None:
+    trace = np.random.default_rng(seed).exponential(size=(30, 3)).cumsum(axis=1)
+    forecast = Forecast(trace, [0.3, 0.2, 0.1], 0.9)
+    assert forecast.error(deadline + more) <= forecast.error(deadline) + 1e-12
+    assert forecast.shares(deadline).sum() == pytest.approx(1)
+
+
+# --- confidence --------------------------------------------------------------------------------------------------
+
+
+def toy(seed: int, images: int = 400) -> tuple[Any, Any]:
+    """Stages that get better and are surer where they are right."""
+    chance = np.random.default_rng(seed)
+    labels = chance.integers(0, 5, images)
+    logits = chance.normal(size=(3, images, 5)).astype(np.float32)
+    for stage, gain in enumerate((1.5, 2.5, 4.0)):
+        logits[stage, np.arange(images), labels] += gain
+    return logits, labels
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.01, 0.05]))
+def test_thresholds_keep_the_loss_on_the_images_they_were_chosen_on(seed: int, loss: float) -> None:
+    logits, labels = toy(seed)
+    found = confidence.calibrate(logits, labels, loss, costs=[1, 2, 5])
+    half = 200
+    sure, right = confidence.softmax(logits).max(axis=2), logits.argmax(axis=2) == labels
+    chosen = confidence.judge(sure[:, :half], right[:, :half], found.thresholds, loss, np.array([1.0, 3.0, 8.0]))
+    assert chosen.error <= chosen.last_error + loss + 1e-9
+    assert found.images == half and sum(found.stopped) == pytest.approx(1)
+    assert found.cost == pytest.approx((found.stopped[0] * 1 + found.stopped[1] * 3 + found.stopped[2] * 8) / 8)
+
+
+@given(st.integers(0, 100))
+def test_more_loss_allowed_never_costs_more(seed: int) -> None:
+    logits, labels = toy(seed)
+    sure, right = confidence.softmax(logits).max(axis=2), logits.argmax(axis=2) == labels
+    spent = np.array([1.0, 3.0, 8.0])
+    costs = []
+    for loss in (0.0, 0.02, 0.3):
+        thresholds = confidence.choose(sure, right, loss, spent)
+        costs.append(confidence.judge(sure, right, thresholds, loss, spent).cost)
+    assert costs[0] >= costs[1] - 0.02 and costs[1] >= costs[2] - 0.02  # up to the grid
+
+
+def test_the_runtime_does_what_the_calibration_promised(run: Path) -> None:
+    tensors, _ = RunDir.open(run).load_tensors(OUTPUTS)
+    with Runtime(run, device="cpu") as runtime:
+        found = runtime.stop_when_sure(0.02)
+        from nestling.data import load
+        from nestling.recipe import DataRecipe
+
+        images = torch.cat([x for x, _ in load(DataRecipe(name="digits")).test.batches(100)])
+        half = len(images) // 2
+        answers = runtime.answer(images[half:])
+        stops = np.bincount([answer.stage for answer in answers], minlength=4)[1:] / len(answers)
+        np.testing.assert_allclose(stops, found.stopped, atol=0.02)
+        wrong = np.mean([a.label != int(y) for a, y in zip(answers, tensors["labels"][half:], strict=True)])
+        assert wrong == pytest.approx(found.error, abs=0.01)
+        assert all(answer.final for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "loss"),
+    [(np.zeros((3, 4)), np.zeros(4), 0.1), (np.zeros((3, 4, 2)), np.zeros(5), 0.1), (np.zeros((3, 4, 2)), np.zeros(4), -1),
+     (np.zeros((3, 1, 2)), np.zeros(1), 0.1)],
+)  # fmt: skip
+def test_bad_calibration_data_is_refused(logits: Any, labels: Any, loss: float) -> None:
+    with pytest.raises(NestlingError):
+        confidence.calibrate(logits, labels, loss)
+
+
+# --- predict -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Four test digits as files: of the network's size, larger, and in colour."""
+    from nestling.data import load
+    from nestling.recipe import DataRecipe
+
+    folder, test = tmp_path_factory.mktemp("pictures"), load(DataRecipe(name="digits")).test
+    for i, pixels in enumerate(test.pictures(torch.arange(4))):
+        picture = Image.fromarray(pixels[0].numpy())
+        picture = picture.resize((64, 64)) if i == 2 else picture.convert("RGB") if i == 3 else picture
+        picture.save(folder / f"{i}.png")
+    return folder, test.labels[:4].tolist()
+
+
+def test_predictions_of_files_and_folders(run: Path, pictures: tuple[Path, list[int]]) -> None:
+    folder, labels = pictures
+    tensors, _ = RunDir.open(run).load_tensors(OUTPUTS)
+    result = predict.command(str(run), (str(folder),), device="cpu")
+    assert [Path(each["image"]).name for each in result["images"]] == ["0.png", "1.png", "2.png", "3.png"]
+    for i in (0, 1, 3):  # the very pixels of the data set
+        for stage, said in enumerate(result["images"][i]["stages"]):
+            expected = tensors["logits"][stage, i].softmax(0).numpy()
+            np.testing.assert_allclose(said["probabilities"], expected, atol=1e-4)
+    assert all(len(each["stages"]) == 3 and each["answer"]["final"] for each in result["images"])
+    text = shown(predict.show(result))
+    assert "stage 3 w4" in text and "█" in text and len(labels) == 4
+
+
+def test_predict_by_a_deadline_on_the_command_line(
+    run: Path, pictures: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(pictures[0] / "0.png")
+    assert main(["predict", str(run), picture, "--deadline-ms", "0.0001", "--device", "cpu", "--json"]) == 0
+    [answer] = json.loads(capsys.readouterr().out)["images"]
+    assert answer["stages"] == [] and answer["answer"]["stage"] == 0
+    assert main(["predict", str(run), picture, "--deadline-ms", "2000", "--loss", "0.05", "--device", "cpu"]) == 0
+    assert "stage 1" in capsys.readouterr().out
+
+
+def test_what_is_no_picture_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    for names, complaint in [
+        ((str(tmp_path / "text.png"),), "cannot be read"),
+        ((str(tmp_path / "none.png"),), "there is no picture"),
+        ((), "no picture was named"),
+    ]:
+        with pytest.raises(NestlingError, match=complaint):
+            predict.command(str(run), names, device="cpu")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(NestlingError, match="holds no pictures"):
+        predict.command(str(run), (str(empty),), device="cpu")
