@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from train_ranks import frozen_run
 
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
@@ -111,10 +113,10 @@ def test_killed_runs_end_like_one_never_killed(tmp_path: Path) -> None:
     flags = [word for setting in settings for word in ("--set", setting)]
     base = [sys.executable, "-m", "nestling", "train", "digits-width", *flags, "--quiet"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*base, "--run", str(whole)], check=True, capture_output=True)
+    subprocess.run([*base, "--out", str(whole)], check=True, capture_output=True)
     lines = 0
     for _ in range(2):
-        going_on = ["--resume", str(killed)] if (killed / "recipe.json").exists() else ["--run", str(killed)]
+        going_on = ["--resume", str(killed)] if (killed / "recipe.json").exists() else ["--out", str(killed)]
         process = subprocess.Popen([*base, *going_on], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_log(killed / "log.jsonl", lines + 1, process)
         os.kill(process.pid, signal.SIGKILL)
@@ -253,3 +255,48 @@ def test_flat_rows_see_what_float32_would_miss() -> None:
     rows.put(1, [second])
     exact = torch.stack([first, second]).double() @ torch.stack([first, second]).double().T
     assert torch.allclose(rows.gram()[0], exact, rtol=1e-7)
+
+
+def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
+    """torchrun with two processes: the ranks end bitwise equal, and equal to one process on the joined batch.
+
+    Batch statistics differ between half batches and whole ones, so the comparison with one process is of a network whose
+    statistics are frozen; the equality of the ranks is of the network as it is.
+    """
+    script = Path(__file__).parent / "train_ranks.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, str(script), str(tmp_path)], check=True, capture_output=True, timeout=240)
+    first, second = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert [line["epoch"] for line in RunDir(tmp_path / "run").read_log()] == [1, 2]
+    joined = frozen_run(tmp_path / "one")
+    together = weights(tmp_path / "frozen")
+    assert all(torch.allclose(joined[key], together[key], atol=1e-6) for key in joined)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(digits("train.tensorboard=true"), str(tmp_path / "run"), quiet=True)
+    events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    shown = [event.value for event in events.Scalars("test_error/stage3")]
+    assert shown == pytest.approx([line["test_error"][2] for line in RunDir(tmp_path / "run").read_log()])
+
+
+def test_torchrun_on_the_command_line(tmp_path: Path) -> None:
+    """`torchrun -m nestling train`: one folder, one log, one table, from the first rank alone."""
+    settings = ["train.epochs=1", "train.batch=128", "data.limit=256"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "nestling",
+    ]
+    command = [*torchrun, "train", "digits-depth", *flags, "--out", str(tmp_path / "run"), "--quiet", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=240, text=True)
+    assert json.loads(done.stdout)["network"] == "depth-digits"
+    assert len(RunDir(tmp_path / "run").read_log()) == 1

@@ -108,12 +108,14 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
         )
     except SystemExit as stop:  # tyro has printed the help (0) or what is wrong with the usage (2)
         return stop.code if isinstance(stop.code, int) else 2
+    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+        result = call()
+    if not result:
+        return 0  # one of several ranks that has nothing of its own to say
     if as_json:
-        with stdout_to_stderr():
-            result = call()
         print(to_text(result), flush=True)
     else:
-        Console().print(module.show(call()))
+        Console().print(module.show(result))
         sys.stdout.flush()
     return 0
 

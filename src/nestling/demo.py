@@ -49,7 +49,7 @@ def train_one(recipe: Recipe, path: str) -> None:
     train(recipe, path, resume=begun, command="nestling demo", quiet=True)
 
 
-def command(out: str = "runs/demo", epochs: int = 20, workers: int = 0, repeats: int = 200) -> dict[str, Any]:
+def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats: int = 200) -> dict[str, Any]:
     """Train small anytime networks on the digits, compare them with independent nets, and write a report.
 
     Args:

@@ -6,6 +6,7 @@ step.py's business, how batches are driven is engine.py's; reports are made else
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from nestling.recipe import Recipe, override
 from nestling.recipes import named
 from nestling.rundir import CHECKPOINT, RESULTS, RunDir
 from nestling.train import engine, progress
+from nestling.train.board import Board
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
 
@@ -52,7 +54,9 @@ class Training:
         self.step = Step(self.net, self.optimizer, recipe, compiled=self.engine == "graph" and recipe.train.compile)
         self.done = 0  # epochs
         self.newest: dict[str, Any] = {}  # line of the log
-        self.main = group_of(True) is None or dist.get_rank() == 0  # only one rank writes
+        self.answers: tuple[Tensor, Tensor] | None = None  # the newest logits and labels of the test split
+        self.board = Board(run.path) if recipe.train.tensorboard else None
+        self.main = main_rank()
 
     def epochs(self) -> Iterator[tuple[int, int]]:
         """Train to the end, yielding (epoch, step) as it goes, so that a caller can show progress or take turns."""
@@ -93,7 +97,7 @@ class Training:
         }
         if last or self.done % train.evaluate_every == 0:
             with self.step.average.applied() if self.step.average else nullcontext():
-                logits, labels = evaluate.answers(self.net, self.data.test)
+                logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
             line["test_error"] = [round(x, 6) for x in evaluate.errors(logits, labels).tolist()]
             line["test_loss"] = [round(float(torch.nn.functional.cross_entropy(stage, labels)), 6) for stage in logits]
         if train.diagnostics and self.step.report is not None:
@@ -101,6 +105,8 @@ class Training:
             line["cosines"], line["weights"] = numbers["cosines"], numbers["weights"]
         self.run.append_log(line)
         self.newest = {**self.newest, **line}
+        if self.board is not None:
+            self.board.add(line)
         if last or self.done % train.checkpoint_every == 0:
             self.save()
 
@@ -138,7 +144,8 @@ class Training:
                 for key, kept in self.step.average.kept.items():
                     kept.copy_(tensors[f"average.{key}"])
             self.done = int(meta["epoch"])
-        self.run.truncate_log(self.done)
+        if self.main:
+            self.run.truncate_log(self.done)
 
     # --- several processes --------------------------------------------------------------------------------------
 
@@ -168,7 +175,7 @@ class Training:
         with self.step.average.applied() if self.step.average else nullcontext():
             self.run.save_weights(self.net)
             split = "validation" if self.recipe.data.validation else "test"
-            return evaluate.store(self.run, self.net, self.data, split)
+            return evaluate.store(self.run, self.net, self.data, split, self.answers)
 
 
 def as_json(value: Any) -> Any:
@@ -176,6 +183,11 @@ def as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_json(inner) for key, inner in value.items()}
     return [as_json(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def main_rank() -> bool:
+    """Whether this process writes the run folder: the only one, or the first of several."""
+    return group_of(True) is None or dist.get_rank() == 0
 
 
 def averaged(losses: Tensor) -> Tensor:
@@ -216,7 +228,8 @@ def prepare(
     until: float = float("inf"),
 ) -> Training | None:
     """A Training over its run folder, new or resumed; None when the run is finished already."""
-    run = RunDir.open(path) if resume else RunDir.create(path)
+    main = main_rank()
+    run = RunDir.open(path) if resume else RunDir.create(path) if main else RunDir(path)
     if resume:
         found = run.read_recipe()
         if found != recipe:
@@ -226,10 +239,10 @@ def prepare(
             )
         if run.has(RESULTS):
             return None
-    else:
+    elif main:
         run.write_recipe(recipe)
     training = Training(recipe, run, data, until)
-    if training.main:
+    if main:
         run.write_provenance(command, str(training.device), resumed=resume)
     if resume:
         training.restore()
@@ -266,7 +279,11 @@ def train(
     with progress.bar(recipe.name, quiet or not training.main) as shown:
         for epoch, index in training.epochs():
             shown(training, epoch, index)
-    return training.finish() if training.main and training.finished else {}
+    found = training.finish() if training.main and training.finished else {}
+    if dist.is_initialized():
+        dist.barrier()  # the others wait for the one that evaluates
+        dist.destroy_process_group()
+    return found
 
 
 def train_side_by_side(
@@ -309,23 +326,25 @@ def join_ranks() -> None:
 
 
 def command(
-    recipe: str, run: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
+    recipe: str, out: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
 ) -> dict[str, Any]:
     """Train a recipe into a run folder, or go on with one that was stopped.
 
     Args:
         recipe: a recipe's name, or a recipe.json.
-        run: the run's folder; by default runs/RECIPE.
+        out: the run's folder; by default runs/RECIPE.
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
         minutes: stop at the end of an epoch after so many minutes, to be resumed later; 0 means never.
         quiet: no progress bar.
     """
     chosen = override(named(recipe), set)
-    path = resume or run or f"runs/{chosen.name}"
+    path = resume or out or f"runs/{chosen.name}"
     words = " ".join(["nestling train", recipe, *(f"--set {each}" for each in set)])
     seconds = 60 * minutes if minutes else float("inf")
-    return {"run": path, **train(chosen, path, bool(resume), words, quiet, seconds)}
+    found = train(chosen, path, bool(resume), words, quiet, seconds)
+    spectator = dist.is_torchelastic_launched() and os.environ.get("RANK") != "0"
+    return {} if spectator else {"run": path, **found}
 
 
 def show(result: dict[str, Any]) -> Table:
