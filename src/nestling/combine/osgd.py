@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestling.combine.norm import check_constant, factors
 from nestling.combine.weighted import Order, Prioritised
-from nestling.gradients import Blocks
+from nestling.gradients import Blocks, kernels
 
 TOLERANCE = 1e-12  # sin^2 of the angle to the span of earlier rows; float32 rows carry about 1e-14 of rounding
 
@@ -51,6 +51,9 @@ class OSGD(Prioritised):
 
     def weights(self, gram: Tensor, blocks: Blocks) -> Tensor:
         k, rank = self.row_scales(gram, blocks), self.rank(gram)
+        if kernels.usable(gram, gram.shape[-1]):
+            given = self.as_given(gram) if rank is None else rank
+            return kernels.solve(gram, k, given, self.tolerance)
         if rank is None:
             return k @ orthogonalise(gram, self.tolerance)[0]
         ordered = gram.index_select(1, rank).index_select(2, rank)

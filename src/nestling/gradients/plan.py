@@ -4,7 +4,7 @@ In comes a Layout; out comes a Plan, made once and kept in the Layout. Pure plan
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ class Plan:
     count: int
     bins: list[Bin]
     groups: list[Group]
-    index: list[int]  # where each inner product goes in the flat (blocks, tasks, tasks) Gram matrix
-    mirror: list[int]  # the same for the other half; the dummy last place for a diagonal entry
+    members: list[list[int]]  # per entry of the flat (blocks, tasks, tasks) Gram matrix the inner products in it
     tensors: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict)
+    tables: dict[torch.device, Any] = field(default_factory=dict)  # what gpu.py makes of the plan
 
     def on(self, device: torch.device, layout: Layout) -> dict[str, Tensor]:
         """The plan's constant tensors on a device, made once."""
@@ -68,8 +68,9 @@ class Plan:
                 "owned": owned,
                 "private": private,
                 "sizes": torch.tensor(layout.sizes(), dtype=torch.float64),
-                "index": torch.tensor(self.index, dtype=torch.int64),
-                "mirror": torch.tensor(self.mirror, dtype=torch.int64),
+                "members": torch.tensor(self.members, dtype=torch.int64).view(
+                    len(self.members), -1 if self.count else 0
+                ),
             }
             self.tensors[device] = {name: tensor.to(device) for name, tensor in made.items()}
         return self.tensors[device]
@@ -86,18 +87,28 @@ def plan(layout: Layout, scope: str) -> Plan:
     keyed: dict[tuple[int, int, int | None], list[int]] = {}
     for index, (label, piece) in enumerate(zip(labels, layout.pieces, strict=True)):
         keyed.setdefault((label, piece.owners, hosts[piece.param]), []).append(index)
-    made = Plan(labels, count, [], [], [], [])
+    made = Plan(labels, count, [], [], [])
     for (label, owners, _), pieces in keyed.items():
-        made.bins.extend(Bin(label, tasks_of(owners), part) for part in _bins(layout, pieces, owners.bit_count() == 1))
+        parts = _bins(layout, pieces, owners.bit_count() == 1)
+        made.bins.extend(Bin(label, tasks_of(owners), part) for part in parts)
     made.groups.extend(_groups(layout, keyed))
-    square = layout.tasks**2
-    for label, tasks, _ in made.bins:
-        for i, a in enumerate(tasks):
-            for b in tasks[: i + 1]:
-                made.index.append(label * square + a * layout.tasks + b)
-                made.mirror.append(label * square + b * layout.tasks + a if a != b else count * square)
+    made.members.extend(_members(made, layout.tasks))
     layout.plans[scope] = made
     return made
+
+
+def _members(made: Plan, tasks: int) -> list[list[int]]:
+    """Inner products come bin by bin, task by task with itself and the ones before; short lists end in a zero's."""
+    found: list[list[int]] = [[] for _ in range(made.count * tasks**2)]
+    number = 0
+    for label, owners, _ in made.bins:
+        for i, a in enumerate(owners):
+            for b in owners[: i + 1]:
+                for place in {(a, b), (b, a)}:
+                    found[label * tasks**2 + place[0] * tasks + place[1]].append(number)
+                number += 1
+    most = max((len(products) for products in found), default=0)
+    return [products + [number] * (most - len(products)) for products in found]
 
 
 def _bins(layout: Layout, pieces: list[int], private: bool) -> list[list[Segment]]:

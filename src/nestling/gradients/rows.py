@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestling.errors import NestlingError
+from nestling.gradients import gpu, kernels
 from nestling.gradients.owners import Layout, tasks_of
-from nestling.gradients.plan import CHUNK, Segment, plan
+from nestling.gradients.plan import CHUNK, Plan, Segment, plan
 
 LINE = 1024  # entries summed in float32 before float64 takes over, where that is safe
 
@@ -79,7 +80,25 @@ class Rows:
     def gram(self, scope: str = "all") -> Tensor:
         """Inner products of the rows inside each block: (blocks, tasks, tasks), summed in float64."""
         todo = plan(self.layout, scope)
-        known = todo.on(self.device, self.layout)
+        tables = self._tables(scope)
+        if tables is not None:
+            gram = gpu.gram(self, tables, todo.count)
+        else:
+            members = todo.on(self.device, self.layout)["members"]
+            gram = self._products(todo)[members].sum(1).view(todo.count, self.tasks, self.tasks)
+        if self.check:
+            self._refuse_nonfinite(gram)
+        return gram
+
+    def _tables(self, scope: str) -> gpu.Tables | None:
+        """What the GPU's kernels need, where they can be used."""
+        first = self.params[0]
+        if not kernels.usable(first, self.tasks) or any(p.dtype != first.dtype for p in self.params):
+            return None
+        return gpu.tables(self.layout, plan(self.layout, scope), self.device)
+
+    def _products(self, todo: Plan) -> Tensor:
+        """The inner products of all bins, and a zero."""
         scratch = torch.empty(self.tasks, CHUNK, dtype=torch.float64, device=self.device)
         dots: list[Tensor] = []
         for _, tasks, segments in todo.bins:
@@ -88,14 +107,7 @@ class Rows:
                 continue
             wide = [self._flat(task, segments, scratch[task]) for task in tasks]
             dots.extend(torch.dot(wide[i], wide[j]) for i in range(len(wide)) for j in range(i + 1))
-        flat = torch.zeros(todo.count * self.tasks**2 + 1, dtype=torch.float64, device=self.device)
-        if dots:
-            values = torch.stack(dots)
-            flat.index_add_(0, known["index"], values).index_add_(0, known["mirror"], values)
-        gram = flat[:-1].view(todo.count, self.tasks, self.tasks)
-        if self.check:
-            self._refuse_nonfinite(gram)
-        return gram
+        return torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.device)])
 
     def _part(self, task: int, segment: Segment) -> Tensor:
         view = self.view(task, segment.piece)
@@ -141,6 +153,14 @@ class Rows:
         Where one task owns all of a parameter, the sum is made in place of that task's row, which becomes `.grad`.
         """
         todo = plan(self.layout, scope)
+        tables = self._tables(scope)
+        if tables is not None and tables.hosted:
+            gpu.write(self, tables, weights)
+            for param, host in enumerate(self.layout.hosts()):
+                if host is not None:
+                    self._put_row(param, host)
+            self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
+            return
         cpu = self.device.type == "cpu"
         weigh = weights.tolist() if cpu else weights.to(self.params[0].dtype)
         for label, tasks, host, pieces, finished in todo.groups:

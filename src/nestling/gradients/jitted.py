@@ -1,0 +1,145 @@
+"""The Triton kernels themselves: compiled when first used, for a GPU; see kernels.py for what they are given.
+
+A program works on TURNS blocks of one piece. FULL programs lie wholly inside their piece and, their tensors being
+aligned runs of memory, load 16 bytes at a time.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _places(entry, columns, stride, FULL: tl.constexpr):
+    """Where entries of a piece lie in a tensor whose rows are `stride` apart; one after the other if FULL."""
+    if FULL:
+        place = entry
+    else:
+        place = entry // columns * stride + entry % columns
+    return place
+
+
+@triton.jit
+def _row(address, spare, entry, size, columns, stride, TYPE: tl.constexpr, FULL: tl.constexpr):
+    """Entries of one task's row; zeros where it owns none (address 0; then any valid address is read instead)."""
+    pointer = tl.where(address == 0, spare, address).to(tl.pointer_type(TYPE))
+    if FULL:
+        row = tl.load(tl.multiple_of(pointer, 16) + entry)
+    else:
+        row = tl.load(pointer + _places(entry, columns, stride, FULL), mask=entry < size, other=0.0)
+    return tl.where(address == 0, tl.zeros_like(row), row)
+
+
+@triton.jit
+def gram(
+    pieces,
+    starts,
+    sizes,
+    columns,
+    strides,
+    hosts,
+    addresses,
+    partial,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+    FULL: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    piece = tl.load(pieces + program)
+    start = tl.multiple_of(tl.load(starts + program), BLOCK)
+    size = tl.load(sizes + piece)
+    width = tl.load(columns + piece)
+    spare = tl.load(addresses + piece * N + tl.load(hosts + piece))
+    sums = ()
+    for _ in tl.static_range(N * (N + 1) // 2):
+        sums = sums + (tl.zeros([BLOCK], tl.float64),)
+    for turn in tl.static_range(TURNS):
+        entry = start + turn * BLOCK + tl.arange(0, BLOCK)
+        rows = ()
+        for task in tl.static_range(N):
+            address, stride = tl.load(addresses + piece * N + task), tl.load(strides + piece * N + task)
+            row = _row(address, spare, entry, size, width, stride, TYPE, FULL)
+            rows = rows + (row.to(tl.float64),)
+        new = ()
+        for i in tl.static_range(N):
+            for j in tl.static_range(i + 1):
+                new = new + (sums[i * (i + 1) // 2 + j] + rows[i] * rows[j],)
+        sums = new
+    for i in tl.static_range(N):
+        for j in tl.static_range(i + 1):
+            total = tl.sum(sums[i * (i + 1) // 2 + j])
+            tl.store(partial + program * N * N + i * N + j, total)
+            tl.store(partial + program * N * N + j * N + i, total)
+
+
+@triton.jit
+def update(
+    pieces,
+    starts,
+    sizes,
+    columns,
+    strides,
+    hosts,
+    addresses,
+    labels,
+    weights,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+    FULL: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    piece = tl.load(pieces + program)
+    start = tl.multiple_of(tl.load(starts + program), BLOCK)
+    size = tl.load(sizes + piece)
+    width = tl.load(columns + piece)
+    label = tl.load(labels + piece)
+    host = tl.load(hosts + piece)
+    spare = tl.load(addresses + piece * N + host)
+    home = spare.to(tl.pointer_type(TYPE))
+    if FULL:
+        home = tl.multiple_of(home, 16)
+    for turn in tl.static_range(TURNS):
+        entry = start + turn * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], WIDE)
+        for task in tl.static_range(N):
+            address, stride = tl.load(addresses + piece * N + task), tl.load(strides + piece * N + task)
+            row = _row(address, spare, entry, size, width, stride, TYPE, FULL)
+            weight = tl.where(address == 0, 0.0, tl.load(weights + label * N + task))  # even if it is NaN
+            total += weight.to(total.dtype) * row.to(total.dtype)
+        place = _places(entry, width, tl.load(strides + piece * N + host), FULL)
+        if FULL:
+            tl.store(home + place, total.to(TYPE))
+        else:
+            tl.store(home + place, total.to(TYPE), mask=entry < size)
+
+
+@triton.jit
+def solve(gram, k, order, weights, tolerance, N: tl.constexpr, P: tl.constexpr):
+    """combine/osgd.py's elimination on one block's Gram matrix, in the registers of one program."""
+    block = tl.program_id(0)
+    i = tl.arange(0, P)
+    live = i < N
+    rank = tl.load(order + i, mask=live, other=0)
+    both = tl.maximum(i[:, None], i[None, :]) < N
+    g = tl.load(gram + block * N * N + rank[:, None] * N + rank[None, :], mask=both, other=0.0)
+    scale = tl.load(k + rank, mask=live, other=0.0)
+    diagonal = i[:, None] == i[None, :]
+    squares = tl.sum(tl.where(diagonal, g, 0.0), axis=1)
+    inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
+    for step in tl.static_range(N - 1):
+        here = tl.where(i[:, None] == step, g, 0.0)
+        pivots = tl.sum(here, axis=0)
+        pivot = tl.sum(tl.where(i == step, pivots, 0.0))
+        square = tl.sum(tl.where(i == step, squares, 0.0))
+        column = tl.sum(tl.where(i[None, :] == step, g, 0.0), axis=1)
+        good = pivot > tolerance * square
+        factor = tl.where(i > step, tl.where(good, column / tl.where(good, pivot, 1.0), 0.0), 0.0)
+        g -= factor[:, None] * pivots[None, :]
+        row = tl.sum(tl.where(i[:, None] == step, inverse, 0.0), axis=0)
+        inverse -= factor[:, None] * row[None, :]
+    tl.store(weights + block * N + rank, tl.sum(scale[:, None] * inverse, axis=0), mask=live)
