@@ -28,7 +28,7 @@ FLOW = """
     deadline
     anytime confidence
     runtime portable export profile predict serve
-    report paper
+    report paper shelf
     demo
     cli
     __main__

@@ -37,9 +37,9 @@ def test_cells_by_hand() -> None:
     assert chosen["width-resnet42-alone2-seed1"].network.alone == 2
     assert chosen["width-resnet42-osgd-seed1"].train.seed == 1
     assert chosen["width-resnet42-osgd-seed0"].train.epochs == 200
-    # six CIFAR networks, five strategies each, and their 23 independent nets
+    # six CIFAR networks, six strategies each, and their 23 independent nets
     both = [name for table in ("table1", "table2") for name, _ in cells(table, (), (), seeds=1)]
-    assert len(both) == len(set(both)) == 6 * 5 + (4 + 3 + 5 + 3 + 4 + 4)
+    assert len(both) == len(set(both)) == 6 * 6 + (4 + 3 + 5 + 3 + 4 + 4)
 
 
 @pytest.mark.parametrize(

@@ -300,3 +300,26 @@ def test_torchrun_on_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, timeout=240, text=True)
     assert json.loads(done.stdout)["network"] == "depth-digits"
     assert len(RunDir(tmp_path / "run").read_log()) == 1
+
+
+def test_greedy_trains_stage_after_stage_and_leaves_earlier_ones_alone(tmp_path: Path) -> None:
+    """Every stage gets the recipe's epochs; once a stage is done, its answers never change again, bit for bit."""
+    recipe = digits("strategy.name=greedy", "train.epochs=2", "train.lr=0.05", "data.limit=0", "train.batch=32")
+    train(recipe, str(tmp_path / "run"), quiet=True)
+    log = RunDir(tmp_path / "run").read_log()
+    assert [line["epoch"] for line in log] == [1, 2, 3, 4, 5, 6]
+    assert [line["lr"] for line in log[:2]] == [line["lr"] for line in log[2:4]], "the rate starts anew with each stage"
+    for stage, line in ((0, 1), (1, 3)):
+        assert {later["test_loss"][stage] for later in log[line:]} == {log[line]["test_loss"][stage]}
+    for stage in range(3):
+        assert log[2 * stage + 1]["train_loss"][stage] < log[2 * stage]["train_loss"][stage], "each stage learns in its turn"
+
+
+def test_greedy_resumes_in_the_middle_of_a_stage(tmp_path: Path) -> None:
+    recipe = digits("strategy.name=greedy", "train.epochs=2")
+    train(recipe, str(tmp_path / "whole"), quiet=True)
+    for _ in range(3):  # stops after every epoch
+        train(recipe, str(tmp_path / "parts"), resume=(tmp_path / "parts").exists(), quiet=True, seconds=0)
+    train(recipe, str(tmp_path / "parts"), resume=True, quiet=True)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[key], second[key]) for key in first)

@@ -30,7 +30,7 @@ def command(
     Args:
         table: table1, table2, table3, or digits for a small grid on the digits.
         network: only these networks; may be repeated; by default all of the table.
-        strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone); may be repeated; by default all.
+        strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, greedy); may be repeated; by default all.
         seeds: runs of each cell.
         set: change a field of every recipe, key=value; may be repeated.
         out: folder of the run folders.

@@ -29,7 +29,8 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
     "table3": {"width-resnet50": "imagenet-width", "depth-sparse66": "imagenet-depth"},
     "digits": {f"{kind}-digits": f"digits-{kind}" for kind in ("width", "depth", "even", "cascade")},
 }
-STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone")  # alone: the independent net of every size
+# alone: the independent net of every size. Greedy last: it takes an epoch per stage for every epoch of the others.
+STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone", "greedy")
 
 
 def cells(

@@ -14,7 +14,7 @@ from nestling.data import MemorySplit, Split
 from nestling.data.augment import augment
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
-from nestling.recipe import TrainRecipe
+from nestling.recipe import Recipe
 from nestling.train.step import Step
 
 
@@ -154,13 +154,19 @@ def restore(step: Step, before: list[Tensor]) -> None:
         tensor.zero_()
 
 
-def kind(train: TrainRecipe, device: torch.device, split: Split) -> str:
+def kind(recipe: Recipe, device: torch.device, split: Split) -> str:
     """The recipe's engine, "eager" or "graph"; "auto" is graph wherever it can be had."""
-    able = device.type == "cuda" and isinstance(split, MemorySplit) and group_of(True) is None
-    if train.engine == "graph" and not able:
-        why = "this run is on the CPU" if device.type != "cuda" else "images are streamed, or several processes train"
-        raise NestlingError(f"train.engine=graph cannot be used: {why}. Use train.engine=auto or eager.")
-    return "graph" if able and train.engine != "eager" else "eager"
+    reasons = {
+        "this run is on the CPU": device.type != "cuda",
+        "images are streamed, not in memory": not isinstance(split, MemorySplit),
+        "several processes train together": group_of(True) is not None,
+        "greedy training changes what a step does": recipe.strategy.name == "greedy",
+        "strategy.refresh makes steps differ": recipe.strategy.refresh > 1,
+    }
+    against = [reason for reason, holds in reasons.items() if holds]
+    if recipe.train.engine == "graph" and against:
+        raise NestlingError(f"train.engine=graph cannot be used: {against[0]}. Use train.engine=auto or eager.")
+    return "eager" if against or recipe.train.engine == "eager" else "graph"
 
 
 def start(name: str, step: Step, split: Split, batch: int) -> "Eager | Graph":

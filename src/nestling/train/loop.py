@@ -50,8 +50,10 @@ class Training:
         memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
         self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, self.device)
-        self.engine = engine.kind(recipe.train, self.device, self.data.train)
+        self.engine = engine.kind(recipe, self.device, self.data.train)
         self.step = Step(self.net, self.optimizer, recipe, compiled=self.engine == "graph" and recipe.train.compile)
+        # Greedy training gives every stage the recipe's epochs, one stage after another.
+        self.total = recipe.train.epochs * (len(net.plan.heads) if self.step.greedy else 1)
         self.done = 0  # epochs
         self.newest: dict[str, Any] = {}  # line of the log
         self.answers: tuple[Tensor, Tensor] | None = None  # the newest logits and labels of the test split
@@ -63,9 +65,10 @@ class Training:
         train = self.recipe.train
         driver = engine.start(self.engine, self.step, self.data.train, train.batch)
         self.steps = driver.steps
-        for epoch in range(self.done, train.epochs):
+        for epoch in range(self.done, self.total):
             started = time.perf_counter()
-            rates = epoch_rates(train, epoch, driver.steps)
+            self.step.begin(epoch)
+            rates = epoch_rates(train, epoch % train.epochs, driver.steps)
             for index in driver.epoch(epoch_generator(train.seed, epoch), rates):
                 yield epoch, index
             losses = averaged(driver.losses).cpu()  # the only wait for the device in an epoch
@@ -82,7 +85,7 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        return self.done == self.recipe.train.epochs
+        return self.done == self.total
 
     def record(self, epoch: int, rate: float, losses: Tensor, seconds: float) -> None:
         """One line in the log, then (so that a kill between the two loses nothing) the checkpoint."""

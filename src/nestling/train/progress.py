@@ -36,7 +36,7 @@ def bar(name: str, quiet: bool) -> Iterator[Callable[[Any, int, int], None]]:
             if now - last[0] < INTERVAL:
                 return
             last[0] = now
-            done, epochs = epoch * training.steps + index + 1, training.recipe.train.epochs
+            done, epochs = epoch * training.steps + index + 1, training.total
             live.update(task, total=epochs * training.steps, completed=done, now=state(training, epoch, epochs))
 
         yield shown

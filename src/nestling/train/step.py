@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nestling.combine import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
+from nestling.combine.greedy import Greedy
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
 from nestling.gradients.reduce import group_of
@@ -71,6 +72,7 @@ class Step:
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = torch.compile(net) if compiled else net
+        self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
         combine = make_combiner(recipe.strategy, len(net.plan.heads))
         needs_rows = combine.fixed(len(net.plan.heads), self.device) is None or recipe.train.diagnostics
         self.tasks: Tasks | None = None
@@ -81,6 +83,11 @@ class Step:
             self.rows = Accumulator(
                 net, combine, refresh=recipe.strategy.refresh, diagnose=recipe.train.diagnostics, check=False
             )
+
+    def begin(self, epoch: int) -> None:
+        """Call before every epoch (from 0): greedy training goes from stage to stage with it."""
+        if self.greedy is not None:
+            self.greedy.set_epoch(epoch)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self.train.channels_last:
@@ -102,7 +109,7 @@ class Step:
                 return losses
             logits = self.forward(x)
         losses_now = stage_losses(logits, y, self.train)
-        self.report = self.rows.backward(losses_now)
+        self.report = (self.greedy or self.rows).backward(losses_now)
         return torch.stack([loss.detach() for loss in losses_now])
 
 

@@ -1,0 +1,72 @@
+"""Trained networks that come with nestling: load one by name and ask it.
+
+In: a name. Out: the network with its weights, and its card (recipe, errors, costs, where it came from). Weights lie in the
+package as safetensors, convolutions in float16; the errors on the card are those of the weights as they lie there, measured
+on a CPU. `pack` puts a run on the shelf.
+"""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from nestling.errors import NestlingError, nearest
+from nestling.evaluate import evaluate, trained
+from nestling.files import to_text, write_atomically
+from nestling.nets import NestedNet, build
+from nestling.recipe import from_dict
+from nestling.rundir import PROVENANCE, RECIPE
+
+SHELF = Path(str(files("nestling"))) / "networks"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in SHELF.glob("*.json"))
+
+
+def card(name: str) -> dict[str, Any]:
+    """What is known about a network: recipe, results, provenance."""
+    if name not in names():
+        raise NestlingError(f"there is no trained network {name!r}; did you mean {nearest(name, names())}?")
+    found: dict[str, Any] = json.loads((SHELF / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def load(name: str, device: torch.device | str = "cpu") -> NestedNet:
+    """A trained network, ready to answer. `net.answers(x)` takes images normalised as its card says."""
+    known = card(name)
+    recipe = from_dict(known["recipe"])
+    shape: Any = tuple(known["shape"])
+    net = build(recipe.network, classes=len(known["results"]["classes"]), shape=shape)
+    tensors = safetensors.torch.load_file(SHELF / f"{name}.safetensors")
+    net.load_state_dict({key: value.float() if value.is_floating_point() else value for key, value in tensors.items()})
+    return net.to(device).eval()
+
+
+def pack(run: str, name: str) -> dict[str, Any]:
+    """Put a finished run on the shelf: round its convolutions to float16, measure what that gives, write the card."""
+    folder, net, data = trained(run)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() == 4:
+                parameter.copy_(parameter.half())
+    results, _ = evaluate(net, data)
+    state = {key: value.half() if value.dim() == 4 else value for key, value in net.state_dict().items()}
+    SHELF.mkdir(exist_ok=True)
+    write_atomically(
+        SHELF / f"{name}.safetensors", safetensors.torch.save({k: v.contiguous() for k, v in state.items()})
+    )
+    text = {
+        "name": name,
+        "recipe": folder.read_json(RECIPE),
+        "shape": data.shape,
+        "mean": data.mean,
+        "std": data.std,
+        "results": results,
+        "provenance": folder.read_json(PROVENANCE),
+    }
+    write_atomically(SHELF / f"{name}.json", (to_text(text) + "\n").encode())
+    return text
