@@ -74,8 +74,11 @@ class Sliced(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(w, 4) for w in (1, 2, 4))
         self.register_buffer("mask", (self.births[:, None] >= self.births[None, :]).float()[:, :, None, None])
 
+    def features(self, x: Tensor) -> Tensor:
+        return self.first(x).relu()
+
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.first(x).relu()
+        x = self.features(x)
         weight = self.second.weight * self.get_buffer("mask")
         pooled = F.conv2d(x, weight, self.second.bias).relu().mean((2, 3))
         return [head(pooled[:, :width]) for width, head in zip((1, 2, 4), self.heads, strict=True)]

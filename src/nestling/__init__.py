@@ -27,6 +27,9 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "backward": "nestling.gradients",
     "Runtime": "nestling.runtime",
     "nest": "nestling.nets.nest",
+    "Greedy": "nestling.combine.greedy",
+    "from_deadlines": "nestling.combine.priority",
+    "COMBINERS": "nestling.combine",
     "override": "nestling.recipe",
 }
 
