@@ -14,7 +14,8 @@ from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import block_levels, depth_links, grow, level_lists, output_links
 from nestling.nets.draft import Draft
-from nestling.nets.plan import WEIGHTED, Node, Plan, check
+from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.settle import check
 from nestling.recipe import NetworkRecipe
 
 # --- no torch -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ It makes no tensors and knows no particular network.
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
-from nestling.nets.plan import Node, Plan, settle
+from nestling.nets.plan import Node, Plan
+from nestling.nets.settle import settle
 
 
 class Draft:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.nets.births import Growth, grow
 from nestling.nets.net import NestedNet, cut_state
-from nestling.nets.plan import WEIGHTED, Node, Plan, settle
+from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.settle import settle
 from nestling.nets.sketch import Sketch
 from nestling.nets.ties import give_births
 from nestling.nets.trace import Shape, read

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from nestling.errors import NestlingError, nearest
 from nestling.nets.births import Growth, alone, grow
 from nestling.nets.cascade import cascade
-from nestling.nets.plan import Node, Plan, check
+from nestling.nets.plan import Node, Plan
 from nestling.nets.resnet import resnet
+from nestling.nets.settle import check
 from nestling.nets.sparse import sparse_resnet
 from nestling.recipe import NetworkRecipe
 

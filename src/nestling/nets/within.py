@@ -61,7 +61,7 @@ def share_statistics(mine: nn.Module, theirs: nn.Module, rows: slice | Tensor, o
         if isinstance(buffer, Tensor) and buffer.dim():
             setattr(mine, name, buffer[rows])
     if not owner:
-        mine.track_running_stats = False
+        mine.track_running_stats = False  # type: ignore[assignment]
 
 
 def boxes(net: NestedNet, stage: int) -> dict[str, tuple[slice, ...]]:
@@ -100,4 +100,5 @@ def memory_order(parameter: Tensor) -> list[int]:
     """The dimensions of a tensor from the slowest to the fastest in memory."""
     if parameter.is_contiguous():
         return list(range(parameter.dim()))
-    return sorted(range(parameter.dim()), key=lambda d: -parameter.stride(d))
+    strides = parameter.stride()
+    return sorted(range(parameter.dim()), key=lambda d: -strides[d])
