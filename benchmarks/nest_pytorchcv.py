@@ -185,26 +185,41 @@ def show(row: dict[str, Any]) -> str:
     return f"{row['model']:34} {row['outcome']:15}{macs}{errors}{row['seconds']:8.1f}"
 
 
+def write(rows: list[dict[str, Any]]) -> None:
+    FILE.parent.mkdir(exist_ok=True)
+    with FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def already() -> dict[str, dict[str, Any]]:
+    """The rows of an earlier sweep that was interrupted."""
+    with FILE.open(newline="") as file:
+        rows = {row["model"]: dict(row) for row in csv.DictReader(file)}
+    words = ("model", "outcome", "reason")
+    return {name: {k: v if k in words or not v else float(v) for k, v in row.items()} for name, row in rows.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only models whose name holds this text")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are already in the file")
     parser.add_argument("--json", action="store_true", help="one line for programs")
     options = parser.parse_args()
+    done = already() if options.resume else {}
     rows: list[dict[str, Any]] = []
     if not options.json:
         print(f"{'model':34} {'outcome':15}M MACs: w1       w2       w4 un-nested  eval     train    float32 seconds")
     for name, make in models().items():
-        if options.only in name:
-            rows.append(examine(name, make))
-            if not options.json:
-                print(show(rows[-1]), flush=True)
+        if options.only not in name:
+            continue
+        rows.append(done[name] if name in done else examine(name, make))
+        if not options.json:
+            print(show(rows[-1]), flush=True)
+        if not options.only:
+            write(rows)
     tally = {o: sum(row["outcome"] == o for row in rows) for o in ("nested", "nested unevenly", "refused")}
-    if not options.only:
-        FILE.parent.mkdir(exist_ok=True)
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
     summary = {"torch": torch.__version__, "threads": torch.get_num_threads(), "models": len(rows), **tally}
     print(json.dumps({**summary, "rows": rows} if options.json else summary))
 

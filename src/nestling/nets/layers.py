@@ -6,6 +6,7 @@ stages (training). `rows` computes only the channels of one `Cut`, those born at
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,9 @@ class NestedConv2d(nn.Conv2d):
         super().__init__(len(births_in), len(births_out), kernel_size, stride, padding, dilation, groups, bias)
         self.births_in, self.births_out = births_in, births_out
         mask = connections(births_in, births_out, groups)
-        self.register_buffer("mask", None if mask.all() else mask[:, :, None, None].to(self.weight), persistent=False)
+        # As large as the weight: then many masks are applied in one kernel, and a CPU need not broadcast over pixels.
+        full = None if mask.all() else mask[:, :, None, None].expand_as(self.weight).to(self.weight).contiguous()
+        self.register_buffer("mask", full, persistent=False)
         self.reset_nested()
 
     def reset_nested(self, generator: torch.Generator | None = None) -> None:
@@ -85,8 +88,9 @@ class NestedConv2d(nn.Conv2d):
     def live_weight(self) -> Tensor:
         return self.weight if self.mask is None else self.weight * self.mask
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.live_weight(), self.bias)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`weight` is the weight already masked, where the network masks all its layers at once."""
+        return self._conv_forward(x, self.live_weight() if weight is None else weight, self.bias)
 
     def rows(self, x: Tensor, cut: Cut) -> Tensor:
         bias = None if self.bias is None else self.bias[cut.rows]
@@ -122,8 +126,8 @@ class NestedLinear(nn.Linear):
     def live_weight(self) -> Tensor:
         return self.weight if self.mask is None else self.weight * self.mask
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.live_weight(), self.bias)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.live_weight() if weight is None else weight, self.bias)
 
     def rows(self, x: Tensor, cut: Cut) -> Tensor:
         return F.linear(x, cut.weight(self.weight), None if self.bias is None else self.bias[cut.rows])
@@ -212,3 +216,21 @@ class NestedPReLU(nn.PReLU):
 def affine_rows(layer: nn.BatchNorm2d | nn.GroupNorm, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
     """Scale and shift of one stage's channels, None where the norm has none."""
     return (layer.weight[cut.rows], layer.bias[cut.rows]) if layer.affine else (None, None)
+
+
+class MaskAll(torch.autograd.Function):
+    """Many weights times their masks, and many gradients times theirs, each in one call instead of one per layer."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights_and_masks: Tensor) -> tuple[Tensor, ...]:
+        half = len(weights_and_masks) // 2
+        ctx.masks = weights_and_masks[half:]
+        ctx.set_materialize_grads(False)  # a stage that does not use a layer leaves it without a gradient
+        return tuple(torch._foreach_mul(weights_and_masks[:half], ctx.masks))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        masked = torch._foreach_mul(list(found.values()), [ctx.masks[i] for i in found]) if found else ()
+        given = dict(zip(found, masked, strict=True))
+        return (*(given.get(i) for i in range(len(grads))), *([None] * len(grads)))
