@@ -37,6 +37,9 @@ class Weighted:
         """(blocks, tasks, tasks) float64 to (blocks, tasks)."""
         raise NotImplementedError
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell which epoch it is; only an order that is a function of it listens."""
+
     def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, Report] | None:
         """Weights (tasks,) that depend on no gradient, with their report; None where gradients decide."""
         return None

@@ -109,6 +109,7 @@ class Accumulator(Generic[R]):
         self.check = (self.device.type == "cpu" and scaler is None) if check is None else check
         # Known from the start with owners, and after the first step between ranks; else found anew each step.
         self.layout = _remembered(params, self.named, self.specs) if owners is None else None
+        self.used: Layout | None = None
         self.steps = 0
         self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.last: R | None = None
@@ -160,6 +161,7 @@ class Accumulator(Generic[R]):
                 self._put_lone()
             else:
                 assert layout is not None
+                self.used = layout  # a captured CUDA graph reads tables that live as long as their layout
                 rows = Rows(self.params, layout, self.stored, scale=self.scale, check=self.check, group=self.group)
                 report = self.combine(rows)
         finally:

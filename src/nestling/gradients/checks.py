@@ -38,6 +38,11 @@ def named(params: Params) -> Named:
             f"requires_grad=True; unfreeze some, or pass the right model's parameters"
         )
     for name, p in trainable:
+        if hasattr(p, "placements"):  # a DTensor
+            raise NestlingError(
+                f"{name} is sharded over ranks (DTensor, as FSDP makes them): expected whole parameters on every rank, "
+                f"whose gradients nestling averages itself"
+            )
         if not p.is_leaf:
             raise NestlingError(
                 f"{name} is the result of an operation, not a leaf: expected parameters, whose "
