@@ -30,6 +30,7 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "Greedy": "nestling.combine.greedy",
     "from_deadlines": "nestling.combine.priority",
     "COMBINERS": "nestling.combine",
+    "load": "nestling.shelf",
     "override": "nestling.recipe",
 }
 

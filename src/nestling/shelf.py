@@ -14,12 +14,13 @@ import safetensors.torch
 import torch
 
 from nestling.errors import NestlingError, nearest
-from nestling.evaluate import evaluate, trained
+from nestling.evaluate import errors, evaluate, trained
 from nestling.files import to_text, write_atomically
 from nestling.nets import NestedNet, build
 from nestling.recipe import from_dict
 from nestling.rundir import PROVENANCE, RECIPE
 
+FIRST = 1000  # test images on which a card can be checked quickly
 SHELF = Path(str(files("nestling"))) / "networks"
 
 
@@ -53,7 +54,8 @@ def pack(run: str, name: str) -> dict[str, Any]:
         for parameter in net.parameters():
             if parameter.dim() == 4:
                 parameter.copy_(parameter.half())
-    results, _ = evaluate(net, data)
+    results, tensors = evaluate(net, data)
+    first = errors(tensors["logits"][:, :FIRST], tensors["labels"][:FIRST])
     state = {key: value.half() if value.dim() == 4 else value for key, value in net.state_dict().items()}
     SHELF.mkdir(exist_ok=True)
     write_atomically(
@@ -66,6 +68,7 @@ def pack(run: str, name: str) -> dict[str, Any]:
         "mean": data.mean,
         "std": data.std,
         "results": results,
+        "first": {"n": FIRST, "errors": [round(float(error), 6) for error in first]},  # for a quick check
         "provenance": folder.read_json(PROVENANCE),
     }
     write_atomically(SHELF / f"{name}.json", (to_text(text) + "\n").encode())
