@@ -198,7 +198,7 @@ def already() -> dict[str, dict[str, Any]]:
     with FILE.open(newline="") as file:
         rows = {row["model"]: dict(row) for row in csv.DictReader(file)}
     words = ("model", "outcome", "reason")
-    return {name: {k: v if k in words or not v else float(v) for k, v in row.items()} for name, row in rows.items()}
+    return {name: {k: v if k in words or not v else json.loads(v) for k, v in row.items()} for name, row in rows.items()}
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ FAMILIES = {
     "densenet40_k12_bc_cifar10": "nested",
     "nin_cifar10": "nested",
     "ror3_56_cifar10": "nested",
-    "diaresnet20_cifar10": "refused",  # all units of a stage share one LSTM
+    "diaresnet20_cifar10": "nested",  # all units of a stage share one LSTM
     "xdensenet40_2_k24_bc_cifar10": "refused",  # weights are multiplied by a mask while running
     "shakedropresnet20_cifar10": "refused",  # random signs in training
     "msdnet22_cifar10": "refused",  # torch.fx cannot trace it
@@ -132,6 +132,18 @@ class Slices(nn.Module):
         return self.wide(x)[:, ::2, ::2, 1:] * torch.sigmoid(self.gate(x))[:, :, ::2, 1:]
 
 
+class Twice(nn.Module):
+    """One layer in two places, on images of two sizes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(F.avg_pool2d(self.layer(x), 2))
+        return y
+
+
 class Functional(nn.Module):
     """Weights of its own, used through functions."""
 
@@ -168,6 +180,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "depthwise after a dense block": lambda: backbone(Dense(8, 4), nn.Conv2d(12, 12, 3, groups=12), out=12),
     "zero channels": lambda: backbone(Residual(8), Residual(16), out=32, pixels=1),
     "pieces": lambda: backbone(Pieces(8), nn.Conv2d(16, 8, 1), nn.ReLU()),
+    "one layer in two places": lambda: backbone(nn.ReLU(), Twice(nn.Conv2d(8, 8, 3, padding=1)), nn.Tanh()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
     "several linear layers": lambda: nn.Sequential(
@@ -328,16 +341,6 @@ class Does(nn.Module):
         return self.operation(x)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(self.conv(x))
-        return y
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +370,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it mixes channels"),
     "width": (lambda: backbone(nn.Conv2d(8, 6, 3), out=6), r"cannot nest 1: 6 channels cannot be cut into stripes .*uneven"),
     "groups": (lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 12, 1, groups=3), out=12), "do not grow alike"),
-    "shared weights": (lambda: backbone(Twice()), r"cannot nest 1\.conv \(Conv2d\): its weights serve several places"),
+    "shared norm": (lambda: backbone(Twice(nn.BatchNorm2d(8))), r"cannot nest 1\.layer \(BatchNorm2d\): some of its param"),
     "loose parameter": (lambda: backbone(Scaled()), r"operation mul in 1 \(Scaled\): it reads 1\.gamma, which is neither"),
     "random scale": (lambda: backbone(Random()), r"cannot nest 1 \(Random\): it does other operations in training"),
     "control flow": (lambda: backbone(Does(lambda x: x if x.sum() > 0 else -x)), r"torch\.fx cannot trace it"),

@@ -66,7 +66,12 @@ def fitted(sketch: Sketch) -> Sketch:
         first, dot, rest = name.partition(".")
         rename[name] = f"{first}_{dot}{rest}" if hasattr(NestedNet, first) or first == "plan" else name
     nodes = [
-        replace(node, name=rename[node.name], reads=tuple(rename[r] for r in node.reads))
+        replace(
+            node,
+            name=rename[node.name],
+            reads=tuple(rename[r] for r in node.reads),
+            shares=rename.get(node.shares, ""),
+        )
         for node in sketch.nodes.values()
     ]
     return Sketch(

@@ -85,7 +85,7 @@ class NestedNet(nn.Module):
         self.plan = plan
         given = modules or {}
         for node in plan.nodes:
-            layer = given[node.name] if node.function == "module" else make_layer(plan, node)
+            layer = given[node.name] if node.function == "module" else None if node.shares else make_layer(plan, node)
             if layer is not None:
                 attach(self, node.name, layer)
         self._last_use = last_uses(plan)
@@ -93,7 +93,7 @@ class NestedNet(nn.Module):
 
     def layer(self, name: str) -> Any:
         """The module of a node. Looked up, never cached: deepcopy and module replacement then just work."""
-        return self.get_submodule(name)
+        return self.get_submodule(self.plan.by_name[name].shares or name)
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -105,8 +105,8 @@ class NestedNet(nn.Module):
         live = self.live_weights()
         for node in self.plan.nodes[1:]:
             reads = [values[read] for read in node.reads]
-            if node.name in live:
-                reads.append(live[node.name])
+            if (node.shares or node.name) in live:
+                reads.append(live[node.shares or node.name])
             values[node.name] = self.compute(node, reads)
             for done in self._last_use.get(node.name, ()):
                 del values[done]
@@ -118,7 +118,7 @@ class NestedNet(nn.Module):
         Not under torch.compile, which fuses masks by itself, nor under torch.func, which has no rule for such calls."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return {}
-        layers = {n.name: self.layer(n.name) for n in self.plan.nodes if n.op in WEIGHTED}
+        layers = {n.name: self.layer(n.name) for n in self.plan.nodes if n.op in WEIGHTED and not n.shares}
         masked = {name: layer for name, layer in layers.items() if getattr(layer, "mask", None) is not None}
         if not masked:
             return {}
@@ -168,7 +168,7 @@ class NestedNet(nn.Module):
         """For every parameter, per entry, the tasks whose loss depends on it: bit t is stage t+1, 0 is a masked entry."""
         found: dict[str, Tensor] = {}
         for node in self.plan.nodes:
-            if node.op not in WEIGHTED and node.op != "norm" and node.function != "module":
+            if (node.op not in WEIGHTED and node.op != "norm" and node.function != "module") or node.shares:
                 continue
             bits = torch.tensor(self.plan.owners[node.name])
             for name, parameter in self.layer(node.name).named_parameters():

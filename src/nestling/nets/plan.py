@@ -37,6 +37,7 @@ class Node:
     eps: float = 1e-5  # of norm
     momentum: float = 0.1  # of batch norm
     affine: bool = True  # of norm: whether it has parameters
+    shares: str = ""  # of conv and linear: the node whose weights it uses, where one layer serves several places
 
     @property
     def channels(self) -> int:
@@ -201,7 +202,9 @@ class Plan:
     # --- counts -------------------------------------------------------------------------------------------------
 
     def row_params(self, node: Node, row: int) -> int:
-        """Parameters of one output channel; masked entries do not count."""
+        """Parameters of one output channel; masked entries do not count, shared ones count where they belong."""
+        if node.shares:
+            return 0
         if node.op in WEIGHTED:
             return self.fan_in(node, row) * prod(node.kernel) + node.bias
         return PER_CHANNEL[node.function] if node.op == "norm" and node.affine else 0
@@ -239,7 +242,7 @@ class Plan:
         for node in self.nodes:
             if node.op in WEIGHTED:
                 weights = node.channels * self.by_name[node.reads[0]].channels // node.groups * prod(node.kernel)
-                params += weights + node.channels * node.bias
+                params += 0 if node.shares else weights + node.channels * node.bias
                 macs += weights * prod(node.size)
             elif node.op == "norm":
                 params += self.row_params(node, 0) * node.channels

@@ -46,6 +46,7 @@ def check(plan: Plan) -> Plan:
                     "anything it could read. Give its input a channel born by then."
                 )
             check_groups(plan, node)
+            check_sharing(plan, node)
         else:
             check_group_norm(plan, node)
             for row, birth in enumerate(node.births):
@@ -104,4 +105,17 @@ def check_group_norm(plan: Plan, node: Node) -> None:
             raise NestlingError(
                 f"{plan.name}: group {group + 1} of {node.groups} of {node.name} (group norm) holds channels born at stages "
                 f"{found}, so an early stage would depend on later ones. Use groups that lie inside stripes."
+            )
+
+
+def check_sharing(plan: Plan, node: Node) -> None:
+    """Weights that serve several places have one birth per entry: all these places must be born and used alike."""
+    if not node.shares:
+        return
+    first = plan.by_name[node.shares]
+    for mine, theirs in ((node, first), (plan.by_name[node.reads[0]], plan.by_name[first.reads[0]])):
+        if mine.births != theirs.births or plan.owners[node.name] != plan.owners[first.name]:
+            raise NestlingError(
+                f"{plan.name}: {node.name} uses the weights of {first.name}, but their channels are not born and used alike. "
+                "Give each place a layer of its own."
             )

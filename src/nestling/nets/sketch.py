@@ -36,7 +36,7 @@ class Page:
         self.paths = {path for path, _ in module.named_modules()}
         self.sketch = Sketch()
         self.names: dict[fx.Node, str | tuple[str, ...]] = {}  # the plan's name of each traced tensor
-        self.weights_of: dict[int, str] = {}  # parameter -> the node that uses it
+        self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 
     # --- words ----------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,11 @@ def tie_channels(nodes: Sequence[Node], by_name: dict[str, Node], ties: Ties) ->
         else:
             mine = reads[0]
         found[node.name] = mine
+        if node.shares:  # one entry of a weight has one birth, wherever it is used
+            for one, other in zip(
+                mine + reads[0], found[node.shares] + found[by_name[node.shares].reads[0]], strict=True
+            ):
+                ties.tie(one, other)
     return found
 
 

@@ -33,7 +33,7 @@ from nestling.nets.operations import (
     Call,
     Reshape,
 )
-from nestling.nets.plan import Node
+from nestling.nets.plan import WEIGHTED, Node
 from nestling.nets.sketch import BATCH, Page, Sketch, owner_of
 
 Shape = tuple[int, int, int]
@@ -213,17 +213,22 @@ class Reader(Page):
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
         self.add(node, Node(self.name(node), "zip", reads, (0,) * max(widths), self.size(node), function), in_place)
 
-    def own(self, node: fx.Node, name: str, layer: nn.Module) -> None:
-        """Remember a layer with parameters; weights that serve two places are refused."""
-        for parameter in layer.parameters(recurse=False):
-            first = self.weights_of.setdefault(id(parameter), str(node.name))
-            if first != node.name:
-                self.refuse(node, "its weights serve several places; a nested layer owns its weights")
-        self.sketch.layers[name] = layer
+    def own(self, node: fx.Node, name: str, layer: nn.Module) -> str:
+        """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
+        first = {self.weights_of.setdefault(id(p), name) for p in layer.parameters(recurse=False)}
+        if first <= {name}:
+            self.sketch.layers[name] = layer
+            return ""
+        sharer = first.pop()
+        if first or not isinstance(layer, nn.Conv2d | nn.Linear) or self.sketch.nodes[sharer].op not in WEIGHTED:
+            self.refuse(
+                node, "some of its parameters serve other places too; only whole convolutions and linear layers may"
+            )
+        return sharer
 
     def conv(self, node: fx.Node, read: str, layer: Any) -> None:
         name = self.name(node)
-        self.own(node, name, layer)
+        shares = self.own(node, name, layer)
         padding = layer.padding
         if isinstance(padding, str):
             total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
@@ -240,14 +245,15 @@ class Reader(Page):
             read = self.put(Node(before, "map", (read,), (0,) * self.channels(read), size, "module"))
             padding = (0, 0)
         numbers = (layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups, layer.bias is not None)
-        self.add(node, Node(name, "conv", (read,), (0,) * layer.out_channels, self.size(node), "", *numbers))
+        made = Node(name, "conv", (read,), (0,) * layer.out_channels, self.size(node), "", *numbers, shares=shares)
+        self.add(node, made)
 
     def linear(self, node: fx.Node, read: str, layer: Any) -> None:
         name = self.name(node)
         if self.interpreter.env[node].dim() != 2:
             self.refuse(node, "it reads the last dimension of an image, not its channels; flatten or pool before it")
-        self.own(node, name, layer)
-        self.add(node, Node(name, "linear", (read,), (0,) * layer.out_features, (), bias=layer.bias is not None))
+        births, bias, shares = (0,) * layer.out_features, layer.bias is not None, self.own(node, name, layer)
+        self.add(node, Node(name, "linear", (read,), births, (), bias=bias, shares=shares))
 
     def functional(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """F.conv2d and F.linear on parameters of the module, as the layer they stand for."""
