@@ -6,8 +6,9 @@
 Every round runs all methods once, in an order drawn anew; a figure is the median over rounds of the ratio to the
 summed loss of the same round, in CPU seconds of one thread (what else runs on the machine disturbs those less;
 --threads 2 takes wall seconds). The C library is told to keep freed memory, for every method, since otherwise page
-faults are half of what is measured; --trim leaves it alone. Memory is the peak resident set above the loaded model,
-each method in a fresh process. Rivals that are not installed are left out. --json prints one JSON line.
+faults are half of what is measured; --trim leaves it alone. Memory is measured in a fresh process for each method,
+above the loaded model: the peak resident set, and the peak of what torch allocated (some of which may never be
+touched). Rivals that are not installed are left out. --json prints one JSON line.
 """
 
 import argparse
@@ -220,8 +221,8 @@ def resident(field: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
 
 
-def memory_here(case: Case, method: str) -> float:
-    """Peak resident MiB of two steps above the loaded model. Run in a process of its own."""
+def memory_here(case: Case, method: str) -> dict[str, float]:
+    """MiB of a step above the loaded model: peak resident set, and peak of what torch allocated. In a fresh process."""
     warm = METHODS[method](*problem(Case(thirds(16, 1), (1, 2, 3), 4)))
     warm()  # whatever a method loads and sets up is not what a step needs
     net, losses = problem(case)
@@ -231,15 +232,27 @@ def memory_here(case: Case, method: str) -> float:
     before = resident("VmRSS")
     for _ in range(2):
         step()
-    return resident("VmHWM") - before
+    peak = resident("VmHWM") - before
+    net.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results
+    events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    now = most = 0
+    for _, size in events:
+        now += size
+        most = max(most, now)
+    return {"resident_mib": round(peak, 1), "allocated_mib": round(most / 2**20, 1)}
 
 
-def memory(case_name: str, method: str) -> float:
+def memory(case_name: str, method: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--memory-of", method, "--case", case_name]
     # Freed blocks go back to the system at once, so that the peak is what was held together.
-    frugal = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **frugal})
-    return float(ran.stdout)
+    plain = {name: value for name, value in os.environ.items() if name not in KEEP}
+    frugal = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={**plain, **frugal})
+    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 def measure(rounds: int, seed: int, names: list[str]) -> list[dict[str, object]]:
@@ -258,7 +271,7 @@ def measure(rounds: int, seed: int, names: list[str]) -> list[dict[str, object]]
                     "low": round(ratios[quarter], 3),
                     "high": round(ratios[-1 - quarter], 3),
                     "ms": round(1000 * statistics.median(own), 1),
-                    "memory_mib": round(memory(case_name, method), 1),
+                    **memory(case_name, method),
                     "rounds": rounds,
                 }
             )
@@ -431,7 +444,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory_of:
-        print(memory_here(CASES[options.case[0]], options.memory_of))
+        print(json.dumps(memory_here(CASES[options.case[0]], options.memory_of)))
         return
     if options.combine_only:
         found = combine_only(options.device, options.tasks, options.rounds)
