@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from nestling import train
 
     path = tmp_path_factory.mktemp("runs") / "digits"
-    train.command("digits-width", run=str(path), set=("train.epochs=4",), quiet=True)
+    train.command("digits-width", out=str(path), set=("train.epochs=4",), quiet=True)
     return path
 
 
