@@ -88,12 +88,29 @@ def refuse() -> None:
             raise AssertionError("a wrapped model was taken")
 
 
+def disagree() -> None:
+    """A parameter first used after the ranks agreed on what to send is refused, not lost."""
+    for method in ("osgd", "sgd"):
+        net = Nest()
+        rows = Accumulator(net, COMBINERS[method]())
+        x, y = torch.randn(4, 8), torch.randint(4, (4,))
+        rows.backward(net.losses(x, y))
+        try:
+            rows.backward(net.losses(x, y, odd=1.0))
+        except NestlingError as error:
+            assert "odd got a gradient" in str(error), error
+        else:
+            raise AssertionError("a late parameter was taken")
+
+
 def main(cases: list[str], folder: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for case in cases:
         if case == "ddp":
             refuse()
+        elif case == "late":
+            disagree()
         else:
             save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
     dist.barrier()

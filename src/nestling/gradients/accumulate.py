@@ -110,6 +110,8 @@ class Accumulator(Generic[R]):
         # Known from the start with owners, and after the first step between ranks; else found anew each step.
         self.layout = _remembered(params, self.named, self.specs) if owners is None else None
         self.used: Layout | None = None
+        self.found = False  # whether the layout is what ranks agreed on rather than given
+        self.agreed: dict[int, list[int]] = {}  # per number of rows, the owner masks all ranks agreed on
         self.steps = 0
         self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.last: R | None = None
@@ -134,6 +136,10 @@ class Accumulator(Generic[R]):
         With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
         """
         check_losses(losses)
+        if self.micro == 0:
+            self._clear()
+        elif self.pending:
+            raise NestlingError("the ranks already average these rows (final=True): call fill before adding more")
         self._settle_tasks(len(losses))
         if self.scaler is not None:  # scaling a one tells the scale without asking the device
             self.scale = self.scaler.scale(torch.ones((), device=self.device))
@@ -150,7 +156,7 @@ class Accumulator(Generic[R]):
         """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""
         if self.micro == 0:
             raise NestlingError("fill found no rows: call add(losses) first")
-        layout = None if self.lone is not None else self._settle_layout()
+        layout = self._settle_layout()
         if self.group is not None and not self.pending:
             self.pending = [Reduction(row, self.group) for row in self.stored]
         for reduction in self.pending:
@@ -226,7 +232,7 @@ class Accumulator(Generic[R]):
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
         before = [p.grad for p in self.params]
-        row = self.stored[0] if self.stored else [None] * len(self.params)
+        row: list[Tensor | None] = self.stored[0] if self.stored else [None] * len(self.params)
         for p, grad in zip(self.params, row, strict=True):
             p.grad = grad
         try:
@@ -251,7 +257,8 @@ class Accumulator(Generic[R]):
             self.stored = [[None] * len(self.params) for _ in range(self.tasks)]
         row = self.stored[task]
         boxes = self.layout.boxes[task] if self.layout is not None else None
-        wanted = [i for i in range(len(self.params)) if boxes is None or boxes[i] is not None]
+        # What ranks agreed on is checked, so everything is asked for; given owners are taken at their word.
+        wanted = [i for i in range(len(self.params)) if boxes is None or self.found or boxes[i] is not None]
         if not wanted:
             return
         cut = [boxes is not None and boxes[i] != self.wholes[i] for i in wanted]
@@ -272,6 +279,8 @@ class Accumulator(Generic[R]):
         box = self.layout.boxes[task][index] if self.layout is not None else None
         if grad is None:
             return before if before is not None or box is None else self._zeros(index, box)
+        if box is None and self.found:
+            raise self._disagreement(index)
         refuse_sparse(grad, self.named[index][0])
         self.missed.discard(index)
         if not spec.plain:
@@ -284,22 +293,44 @@ class Accumulator(Generic[R]):
     def _zeros(self, index: int, box: Box) -> Tensor:
         return self.params[index].new_zeros([stop - start for start, stop in box])
 
-    def _settle_layout(self) -> Layout:
-        """Who owns what: known, or read off the rows; ranks agree on it once."""
-        if self.layout is not None:
-            return self.layout
-        bits = [[row[i] is not None for row in self.stored] for i in range(len(self.params))]
-        masks = [sum(1 << t for t, bit in enumerate(owns) if bit) for owns in bits]
-        if self.group is None:
-            return from_masks(self.specs, tuple(masks), self.tasks)
-        masks = agree(masks, self.tasks, self.device, self.group)
-        self.layout = from_masks(self.specs, tuple(masks), self.tasks)
-        for task, row in enumerate(self.stored):
-            for i in range(len(row)):
-                box = self.layout.boxes[task][i]
-                if row[i] is None and box is not None:  # another rank's parameter: a zero here
-                    row[i] = self._zeros(i, box)
+    def _settle_layout(self) -> Layout | None:
+        """Who owns what: known, or read off the rows; ranks agree on it once. None for a single row."""
+        if self.lone is not None:
+            if self.group is not None:
+                self._agree(self._masks())
+            return None
+        if self.layout is None:
+            masks = self._masks()
+            if self.group is None:
+                return from_masks(self.specs, tuple(masks), self.tasks)
+            self.layout, self.found = from_masks(self.specs, tuple(self._agree(masks)), self.tasks), True
         return self.layout
+
+    def _masks(self) -> list[int]:
+        reached = [[row[i] is not None for row in self.stored] for i in range(len(self.params))]
+        return [sum(1 << t for t, bit in enumerate(bits) if bit) for bits in reached]
+
+    def _agree(self, masks: list[int]) -> list[int]:
+        """Owner masks joined over the ranks, once; what only other ranks reached is a zero here."""
+        assert self.group is not None
+        count = len(self.stored)
+        if count not in self.agreed:
+            self.agreed[count] = agree(masks, count, self.device, self.group)
+        for i, (mine, joined) in enumerate(zip(masks, self.agreed[count], strict=True)):
+            if mine & ~joined:
+                raise self._disagreement(i)
+            for task, row in enumerate(self.stored):
+                if row[i] is None and joined >> task & 1:
+                    row[i] = (
+                        torch.zeros_like(self.params[i]) if self.lone is not None else self._zeros(i, self.wholes[i])
+                    )
+        return self.agreed[count]
+
+    def _disagreement(self, index: int) -> NestlingError:
+        return NestlingError(
+            f"{self.named[index][0]} got a gradient from a task that did not reach it on any rank at the first step, "
+            f"when the ranks agreed on what to send each other: pass owners=, or use every parameter in the first step"
+        )
 
 
 def backward(
