@@ -5,6 +5,7 @@ Trains a small nest on this rank's half of every batch and saves the weights; or
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -103,14 +104,16 @@ def disagree() -> None:
             raise AssertionError("a late parameter was taken")
 
 
+REFUSALS: dict[str, Callable[[], None]] = {"wrapped": refuse, "late": disagree}
+
+
 def main(cases: list[str], folder: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for case in cases:
-        if case == "ddp":
-            refuse()
-        elif case == "late":
-            disagree()
+        if case in REFUSALS:
+            REFUSALS[case]()
+            Path(folder, f"{case}-{rank}-of-{ranks}").touch()
         else:
             save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
     dist.barrier()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_ranks import train
+from distributed_ranks import REFUSALS, train
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases by two ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "distributed_ranks.py"), ",".join([*CASES, "ddp", "late"]), str(folder)]
+    command += [str(HERE / "distributed_ranks.py"), ",".join([*CASES, *REFUSALS]), str(folder)]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -52,3 +52,10 @@ def test_ranks_end_equal_and_equal_to_one_process(trained: Path, case: str) -> N
     for name in first:
         torch.testing.assert_close(first[name], alone[name], atol=1e-6, rtol=0, msg=None)
     assert (first["odd"] != 0).any() == case.endswith("uneven")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(REFUSALS))
+def test_what_ranks_cannot_do_is_refused_in_words(trained: Path, case: str) -> None:
+    """A DistributedDataParallel wrapper, however its parameters are handed over; a parameter first used late."""
+    assert all((trained / f"{case}-{rank}-of-2").exists() for rank in (0, 1))
