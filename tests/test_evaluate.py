@@ -1,0 +1,68 @@
+"""What is said of a network's answers: errors, calibration, repairs and breaks, by hand; and that a run says it again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestling.errors import NestlingError
+from nestling.evaluate import BINS, calibration, command, errors, gallery, judge
+from nestling.nets import plan
+from nestling.recipe import NetworkRecipe, override
+from nestling.recipes import named
+from nestling.rundir import RunDir
+from nestling.train import train
+
+
+def certain(answers: list[list[int]], classes: int = 10) -> torch.Tensor:
+    """Logits that are nearly sure of the given answers, (stages, N, classes)."""
+    return 20.0 * torch.nn.functional.one_hot(torch.tensor(answers), classes).float()
+
+
+def test_errors_and_transitions_by_hand() -> None:
+    labels = torch.tensor([0, 1, 2, 3])
+    logits = certain([[0, 0, 0, 3], [0, 1, 0, 0], [0, 1, 2, 0]])
+    assert errors(logits, labels).tolist() == [0.5, 0.5, 0.25]
+    found = judge(logits, labels, plan(NetworkRecipe(name="width-digits")))
+    assert [stage["error"] for stage in found["stages"]] == [0.5, 0.5, 0.25]
+    assert [stage["size"] for stage in found["stages"]] == ["w1", "w2", "w4"]
+    first, second = found["transitions"]
+    assert (first["repaired"], first["broken"]) == (0.25, 0.25)
+    assert (second["repaired"], second["broken"]) == (0.25, 0.0)
+
+
+def test_calibration_by_hand() -> None:
+    # four answers of 90 % confidence, three of them right: off by 0.15
+    confident = torch.log(torch.tensor([0.9, 0.1])).repeat(4, 1)
+    assert calibration(confident, torch.tensor([0, 0, 0, 1])) == pytest.approx(0.9 - 0.75)
+    # over- and under-confidence in different bins do not cancel
+    mixed = torch.cat([confident, torch.log(torch.tensor([0.6, 0.4])).repeat(4, 1)])
+    labels = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0])
+    assert int(0.9 * BINS) != int(0.6 * BINS)
+    assert calibration(mixed, labels) == pytest.approx((0.15 + 0.4) / 2)
+
+
+def test_the_gallery_shows_easy_and_hard_pictures() -> None:
+    labels = torch.zeros(40, dtype=torch.int64)
+    always, second, last, never = [0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 1]
+    answers = [[kind[stage] for kind in (always, second, last, never) for _ in range(10)] for stage in range(3)]
+    chosen = gallery(certain(answers), labels, count=8)
+    assert [int((chosen // 10 == kind).sum()) for kind in range(4)] == [2, 2, 2, 2]
+
+
+def test_evaluating_a_run_says_again_what_training_said(tmp_path: Path) -> None:
+    recipe = override(named("digits-depth"), ["train.epochs=1", "data.limit=256", "data.validation=200"])
+    first = train(recipe, str(tmp_path / "run"), quiet=True)
+    second = command(str(tmp_path / "run"))
+    assert second.pop("run") == str(tmp_path / "run")
+    for before, after in zip(first["stages"], second["stages"], strict=True):
+        assert after["error"] == before["error"]
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)  # another memory layout rounds otherwise
+    assert second["transitions"] == first["transitions"]
+    assert first["split"] == "validation" and first["n"] == 200
+
+
+def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run").write_recipe(named("digits-width"))
+    with pytest.raises(NestlingError, match="did not finish"):
+        command(str(tmp_path / "run"))
