@@ -5,6 +5,7 @@ nothing is copied together first. Every sum has a fixed order: equal input gives
 more than MOST tasks, the plain versions in rows.py and combine/ do the same.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +20,7 @@ try:
 except ImportError:  # a CPU build of torch comes without Triton
     PRESENT = False
 
+ASKED = os.environ.get("NESTLING_KERNELS") == "1"
 MOST = 8  # tasks: above, the products no longer fit in registers
 WARPS = 4
 TURNS = 4  # how often a program works on a block of entries
@@ -27,8 +29,12 @@ TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf
 
 
 def usable(tensor: Tensor, tasks: int) -> bool:
-    """Whether the kernels can take this on: on a CUDA device, with Triton, not too many tasks."""
-    return PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES
+    """Whether the kernels can take this on: on a CUDA device, with Triton, not too many tasks, and asked for.
+
+    They have been compared with the plain versions under Triton's interpreter only. Until they have run on a GPU they are
+    used where NESTLING_KERNELS=1 asks for them, and nowhere else.
+    """
+    return ASKED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES
 
 
 def block(tasks: int) -> int:
