@@ -6,7 +6,9 @@ more than MOST tasks, the plain versions in rows.py and combine/ do the same.
 """
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
