@@ -3,9 +3,11 @@
 Times come from an engine whose stages last as long as they are told; what is computed is checked on real networks.
 """
 
+import ctypes
 import gc
 import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -18,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nestling
-from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop
+from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop, prompt
 from nestling.anytime.answer import softmax
 from nestling.anytime.engine import Floats
+from nestling.anytime.mailbox import Mailbox
 from nestling.anytime.pace import Margin
 from nestling.errors import NestlingError
 from nestling.nets import NETS, NestedNet, build
@@ -180,6 +183,22 @@ def test_stopping_the_loop_abandons_the_stage() -> None:
     assert engine.log == [(1, 1), (1, 1)]
 
 
+def test_answers_with_a_deadline_end_on_time() -> None:
+    runtime, _ = timed(0.05, 0.05, 5.0)
+    with runtime:
+        began = time.monotonic()
+        seen = [answer.stage for answer in runtime.answers(image(), deadline=0.3)]
+        assert seen == [1, 2] and time.monotonic() - began < 0.3 + SLACK
+        assert list(runtime.answers(image(), deadline=0)) == []
+
+
+def test_the_timeline_is_when_each_stage_was_done() -> None:
+    runtime, _ = timed(0.05, 0.1)
+    with runtime:
+        first, second = runtime.timeline(image())
+        assert 0.05 <= first < 0.05 + SLACK and 0.1 <= second - first < 0.1 + SLACK
+
+
 # --- many callers ------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +219,16 @@ def test_a_stage_that_cannot_be_in_time_is_not_started_while_others_wait() -> No
         assert [each.result().stage for each in pending] == [1, 1, 1]
     # Stage 2 is begun only once nobody waits for a first stage, and never finishes.
     assert engine.begun[:3] == [1, 1, 1] and engine.log == [(1, 1)] * 3
+
+
+def test_works_given_up_do_not_pile_up_while_there_is_always_other_work() -> None:
+    runtime, _ = timed(0.001, 0.2, pace=Pace([0.001, 0.2]))
+    with runtime:
+        for _ in range(60):
+            pending = [runtime.submit(image(), 0.01) for _ in range(3)]
+            assert len(runtime.worker.late) <= 6
+            for each in pending:
+                each.result()
 
 
 def test_eight_threads_with_mixed_deadlines_and_cancellations() -> None:
@@ -400,6 +429,53 @@ def test_the_margin_covers_nineteen_wakeups_of_twenty(seed: int, scale: float) -
         margin.observe(value)
     assert 0.9 < np.mean(covered[2000:]) < 0.99
     assert margin.before(0.001) >= 0.0008
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mailbox_never_sleeps_longer_than_told() -> None:
+    for timeout in [0.0, -1.0, *(i * 1e-7 for i in range(200))]:
+        with pytest.raises(TimeoutError):
+            Mailbox[int]().get(timeout)
+    box: Mailbox[int] = Mailbox()
+    for item in (1, 2, 3):
+        box.put(item)
+    assert [box.get(0), box.get(1e-6), box.get(1)] == [1, 2, 3]
+    with pytest.raises(TimeoutError):  # rung, but empty
+        box.get(0.001)
+    threading.Timer(0.05, box.put, [4]).start()
+    assert box.get(10) == 4
+
+
+def test_no_letter_is_lost_between_threads() -> None:
+    box: Mailbox[int] = Mailbox()
+
+    def send() -> None:
+        for _ in range(500):
+            box.put(1)
+
+    senders = [threading.Thread(target=send) for _ in range(4)]
+    for sender in senders:
+        sender.start()
+    assert sum(box.get(5) for _ in range(2000)) == 2000
+    with pytest.raises(TimeoutError):
+        box.get(0)
+
+
+def test_a_waiting_thread_gets_its_own_scheduling_back() -> None:
+    def attributes() -> bytes:
+        buffer = ctypes.create_string_buffer(prompt.SIZE)
+        if prompt.SYSCALL is None:
+            pytest.skip("this system has no slices to ask for")
+        prompt.SYSCALL(prompt.GET, 0, buffer, prompt.SIZE, 0)
+        return buffer.raw
+
+    before = attributes()
+    with prompt.Promptly():
+        inside = attributes()
+    assert attributes() == before and os.getpriority(os.PRIO_PROCESS, 0) == struct.unpack(prompt.LAYOUT, before)[3]
+    assert struct.unpack(prompt.LAYOUT, inside)[5] in (prompt.SLICE, struct.unpack(prompt.LAYOUT, before)[5])
 
 
 # --- real networks -----------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +17,9 @@ import numpy as np
 from nestling.anytime.answer import Answer, softmax
 from nestling.anytime.engine import Engine, Floats
 from nestling.anytime.inputs import Intake, deadlines, seconds
+from nestling.anytime.mailbox import Mailbox
 from nestling.anytime.pace import Margin, Pace
+from nestling.anytime.prompt import Promptly
 from nestling.anytime.spec import Spec
 from nestling.anytime.work import News, Row, Work
 from nestling.anytime.worker import Worker
@@ -67,6 +68,17 @@ class Anytime:
         """Answer a black image twice, so that the first real question does not pay for what is set up on first use."""
         for _ in range(2):
             self.answer(np.zeros(self.spec.shape, np.float32))
+
+    def timeline(self, x: Any) -> list[float]:
+        """Seconds from a question until each stage's answer was there, whether or not anybody looked: for measuring."""
+        pending = self.ask(x, None, None, every=True)
+        found: list[float] = []
+        try:
+            while len(found) < self.spec.stages and (news := pending.next_news(float("inf"))) is not None:
+                found.append(news.at - pending.began)
+        finally:
+            pending.leave()
+        return found
 
     # --- the four ways to ask ------------------------------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class Pending:
     ) -> None:
         """`every`: be woken up by every stage, not only by a last one."""
         self.runtime, self.rows, self.limits, self.began, self.single = runtime, rows, limits, began, single
-        self.signal: SimpleQueue[News | None] = SimpleQueue()  # None = do not wait any longer
+        self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
         for row in rows:
             row.listeners = (*row.listeners, (self.signal, every))
 
@@ -193,6 +205,13 @@ class Pending:
 
     def result(self) -> Any:
         """Wait until the deadline or the last stage: an Answer, or a list of them."""
+        if len(self.rows) == 1:  # the usual case, without the bookkeeping of several
+            try:
+                self.wait(self.rows, self.began + self.runtime.margin.before(self.limits[0]))
+                answer = self.runtime.form(self.rows[0], self.began)
+            finally:
+                self.leave()
+            return answer if self.single else [answer]
         found: list[Answer | None] = [None] * len(self.rows)
         for index, answer in self.each():
             found[index] = answer
@@ -223,8 +242,8 @@ class Pending:
                 runtime.worker.expire()
                 return [waiting[0]]
             try:
-                news = self.signal.get(timeout=min(left, LONGEST_SLEEP))
-            except Empty:
+                news = self.sleep(left)
+            except TimeoutError:
                 runtime.margin.observe(runtime.clock() - until)
                 continue
             if news is None and not any(row.error for row in waiting):
@@ -262,8 +281,8 @@ class Pending:
         """The next stage that some row finishes; None at the deadline, or when waiting was called off."""
         while (left := until - self.runtime.clock()) > 0:
             try:
-                news = self.signal.get(timeout=min(left, LONGEST_SLEEP))
-            except Empty:
+                news = self.sleep(left)
+            except TimeoutError:
                 continue
             if news is None:
                 for row in self.rows:
@@ -271,6 +290,13 @@ class Pending:
             return news
         self.runtime.worker.expire()
         return None
+
+    def sleep(self, seconds: float) -> News | None:
+        """Wait for news; raises TimeoutError when the time is up."""
+        if seconds > LONGEST_SLEEP:  # no deadline to speak of
+            return self.signal.get(timeout=LONGEST_SLEEP)
+        with Promptly():
+            return self.signal.get(timeout=seconds)
 
     def leave(self) -> None:
         for row in self.rows:

@@ -18,6 +18,7 @@ from nestling.anytime.engine import Abandoned, Floats, Stop
 from nestling.errors import NestlingError
 
 ALIGNED = 64  # bytes: a cache line, and the widest vector register
+BINDINGS = 32 * 1024  # bytes, about, that ONNX Runtime needs to remember where the values of one slot are
 FREE_BATCHES = 2  # slots of batches kept for later
 
 
@@ -76,7 +77,7 @@ class OnnxEngine:
 
     @property
     def row_bytes(self) -> int:
-        return self.layout.bytes
+        return self.layout.bytes + BINDINGS
 
     def start(self, x: Floats) -> "Held":
         held = self.hold(len(x))

@@ -21,15 +21,21 @@ class Pace:
         """`latencies` are those of each stage by itself; unknown ones (none given) are learnt from what is observed."""
         self.base = list(latencies) or [0.0] * stages
         self._log = 0.0
+        self.share = 1.0  # of a core that stages get, filtered: less than one where other processes want it, too
 
     @property
     def slowdown(self) -> float:
         """1.0 = as profiled, 2.0 = everything takes twice as long."""
         return math.exp(self._log)
 
-    def observe(self, stage: int, latency: float, images: int = 1) -> None:
-        """A stage took this long on so many images. Only single images move the factor: batches cost less per image."""
-        if latency <= 0 or images != 1:
+    def observe(self, stage: int, latency: float, images: int = 1, worked: float | None = None) -> None:
+        """A stage took this long on so many images, and of that so long on a processor. Only single images move the
+        factor: batches cost less per image."""
+        if latency <= 0:
+            return
+        if worked is not None:
+            self.share += GAIN * (min(1.0, worked / latency) - self.share)
+        if images != 1:
             return
         base = self.base[stage - 1]
         if not base:

@@ -7,9 +7,9 @@ are freed with the last answer that could be refined. Who runs them, and when, i
 
 from dataclasses import dataclass
 from math import inf
-from queue import SimpleQueue
 
 from nestling.anytime.engine import Floats, State, Stop
+from nestling.anytime.mailbox import Mailbox
 
 
 class Row:
@@ -23,9 +23,7 @@ class Row:
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
         self.error: Exception | None = None
-        self.listeners: tuple[
-            tuple[SimpleQueue[News | None], bool], ...
-        ] = ()  # and whether they want every stage's news
+        self.listeners: tuple[tuple[Mailbox[News | None], bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None
         self.place = 0  # in its work
 
@@ -47,6 +45,7 @@ class News:
     stage: int
     logits: Floats
     final: bool
+    at: float  # on the clock
 
 
 class Work:

@@ -9,6 +9,7 @@ for later, the newest `keep` of them. Callers never wait for a stage: they look 
 import heapq
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from nestling.anytime.engine import Abandoned, Engine, Floats, Stop
 from nestling.anytime.pace import Pace
 from nestling.anytime.work import News, Row, Work
 
+BUSY = 0.8  # a stage that gets less than this share of a core has to share it with other processes
 COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
 
 
@@ -65,10 +67,12 @@ class Worker:
             self.wake.notify()
 
     def expire(self) -> None:
-        """Somebody's time is up: the stage ends at the next layer if it was for them and others wait. Takes no lock, so as
-        not to be late itself; at worst a stage ends that was just asked for again, and is begun anew."""
+        """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
+        machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
+        ends that was just asked for again, and is begun anew."""
         running = self.running
-        if running is not None and (self.fresh or self.begun) and running.deadline() <= self.clock():
+        costs = bool(self.fresh or self.begun) or self.pace.share < BUSY
+        if running is not None and costs and running.deadline() <= self.clock():
             running.stop.set()
 
     def cancel(self, rows: Sequence[Row]) -> None:
@@ -120,6 +124,13 @@ class Worker:
 
     def choose(self) -> Work | None:
         """The work to run now; those that have no time left are put aside."""
+        while self.late and self.late[0][0] <= self.clock():  # they must not pile up while there is always other work
+            expired = heapq.heappop(self.late)[-1]
+            expired.queued = False
+            if expired.deadline() > self.clock():  # somebody asked for more meanwhile
+                self.push(expired)
+            else:
+                self.park(expired)
         while (work := self.pop()) is not None:
             now, others = self.clock(), bool(self.fresh or self.begun)
             alive = [place for place, row in enumerate(work.rows) if row.deadline > now and not row.final]
@@ -197,7 +208,7 @@ class Worker:
             elif work.pick is not None:
                 work.state = self.engine.take(work.state, work.pick)
             work.pick = None
-            began = self.clock()
+            began, worked = self.clock(), time.thread_time()
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
             return
@@ -205,11 +216,12 @@ class Worker:
             for row in work.rows:
                 row.fail(error)
             return
-        self.pace.observe(stage, self.clock() - began, len(work.rows))
+        now = self.clock()
+        self.pace.observe(stage, now - began, len(work.rows), time.thread_time() - worked)
         work.done = stage
-        self.publish(work.rows, stage, logits)
+        self.publish(work.rows, stage, logits, now)
 
-    def publish(self, rows: Sequence[Row], stage: int, logits: Floats) -> None:
+    def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
         sure = softmax(logits).max(axis=1) if not last and any(row.thresholds for row in rows) else None
         for index, row in enumerate(rows):
@@ -218,4 +230,4 @@ class Worker:
             row.best = (stage, logits[index])
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
                 row.final, row.work = True, None
-            row.tell(News(row, stage, logits[index], row.final))
+            row.tell(News(row, stage, logits[index], row.final, now))

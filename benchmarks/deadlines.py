@@ -1,0 +1,374 @@
+"""Are answers on time, as good as predicted, better than waiting, and does it last?
+
+    python benchmarks/deadlines.py ontime runs/NAME --json results/ontime.json    # 10,000 answers while both cores are busy
+    python benchmarks/deadlines.py curve runs/NEST --alone runs/W1 runs/W2 runs/W4 --json results/curve.json
+    python benchmarks/deadlines.py stress --json results/stress.json              # 100,000 answers, 8 threads
+
+`ontime` and `stress` take a run's folder or a network's name, and with --portable a folder that `nestling export` wrote.
+ontime: every image is asked once, with a random deadline of 0.2 to 1.5 times the full latency. In turn with the questions
+come bare timers of the same length and questions without a deadline, whose stage times are the profile that predicts who
+answers when. curve: the latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BINS = 7
+PAUSE = 0.003  # seconds between questions: frames do not come back to back
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Other processes that never sleep."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        time.sleep(0.3)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    names = ("p50", "p90", "p99", "p99.9", "max")
+    return dict(zip(names, (float(v) * 1e3 for v in np.percentile(values, [50, 90, 99, 99.9, 100])), strict=True))
+
+
+class Subject:
+    """What is asked: a runtime, images for it, their labels and which stages are right where that is known."""
+
+    def __init__(self, source: str, portable: bool, threads: int) -> None:
+        self.images: NDArray[Any]
+        self.wrong: NDArray[np.float64] | None = None  # (1 + stages, N): the prior, then each stage
+        if portable:
+            from nestling.portable import Portable
+
+            self.runtime: Any = Portable(source, threads)
+        else:
+            self.runtime = self.open(source, threads)
+        if not hasattr(self, "images"):
+            shape = (512, *self.runtime.spec.shape)
+            self.images = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def open(self, source: str, threads: int) -> Any:
+        from nestling.data import load
+        from nestling.evaluate import OUTPUTS
+        from nestling.nets import NETS, build
+        from nestling.recipe import NetworkRecipe
+        from nestling.rundir import RunDir
+        from nestling.runtime import Runtime
+
+        if source in NETS:
+            return Runtime(build(NetworkRecipe(name=source)), device="cpu", threads=threads)
+        run = RunDir.open(source)
+        runtime = Runtime(run, device="cpu", threads=threads)
+        tensors, _ = run.load_tensors(OUTPUTS)
+        labels = tensors["labels"].numpy()
+        self.images = (
+            load(run.read_recipe().data).test.pictures(tensors["labels"].new_tensor(range(len(labels)))).numpy()
+        )
+        right = tensors["logits"].argmax(2).numpy() == labels
+        self.wrong = 1.0 - np.vstack([labels == int(runtime.prior.argmax()), right])
+        return runtime
+
+
+# --- on time -----------------------------------------------------------------------------------------------------
+
+
+def ontime(options: argparse.Namespace) -> dict[str, Any]:
+    subject = Subject(options.source, options.portable, options.threads)
+    runtime, images, chance = subject.runtime, subject.images, random.Random(0)
+    quiet = np.array([runtime.timeline(images[i % len(images)]) for i in range(200)])
+    order = np.random.default_rng(0).permutation(max(options.answers, len(images))) % len(images)
+    asked: list[tuple[int, float, float, float, int, float]] = []  # image, deadline, wake, slowdown, stage, late
+    bare: list[float] = []
+    trace: list[list[float]] = []
+    with busy(options.busy):
+        full = float(np.median([warm_question(runtime, images[i % len(images)])[-1] for i in range(200)]))
+        for number in range(options.answers):
+            limit = full * chance.uniform(0.2, 1.5)
+            began = time.monotonic()
+            time.sleep(limit)
+            bare.append(time.monotonic() - began - limit)
+            if number % 2 == 0:
+                trace.append(warm_question(runtime, images[order[number]]))
+            time.sleep(PAUSE)
+            wake, slowdown = runtime.margin.before(limit), runtime.pace.slowdown
+            began = time.monotonic()
+            answer = runtime.answer(images[order[number]], limit)
+            late = time.monotonic() - began - limit
+            asked.append((int(order[number]), limit, wake, slowdown, answer.stage, late))
+    runtime.close()
+    lateness, timers = percentiles([row[5] for row in asked]), percentiles(bare)
+    result = {
+        "what": "ontime", "network": runtime.spec.name, "engine": runtime.engine.name, "threads": options.threads,
+        "busy_processes": options.busy, "answers": len(asked), "lost": options.answers - len(asked),
+        "full_ms": full * 1e3, "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
+        "lateness_ms": lateness, "bare_timer_ms": timers, "p99_over_bare_ms": lateness["p99"] - timers["p99"],
+        "deadlines": by_deadline(asked, np.array(trace), quiet, full, subject.wrong),
+    }  # fmt: skip
+    errors = [abs(row["error"] - row["predicted_error"]) for row in result["deadlines"] if "error" in row]
+    return {**result, "largest_error_difference": max(errors) if errors else None}
+
+
+def warm_question(runtime: Any, image: NDArray[Any]) -> list[float]:
+    time.sleep(PAUSE)
+    found: list[float] = runtime.timeline(image)
+    return found
+
+
+def by_deadline(
+    asked: Sequence[tuple[int, float, float, float, int, float]],
+    trace: NDArray[np.float64],
+    quiet: NDArray[np.float64],
+    full: float,
+    wrong: NDArray[np.float64] | None,
+) -> list[dict[str, Any]]:
+    """Who answered, how well, and what the profile predicted, for deadlines in bins."""
+    from nestling.anytime.forecast import Forecast
+
+    busy_profile, quiet_profile = Forecast(trace), Forecast(quiet)
+    edges = np.linspace(0.2, 1.5, BINS + 1) * full
+    rows = []
+    for low, high in itertools.pairwise(edges):
+        inside = [row for row in asked if low <= row[1] < high]
+        if not inside:
+            continue
+        expected = np.array([busy_profile.shares(wake) for _, _, wake, _, _, _ in inside])
+        from_quiet = np.array([quiet_profile.shares(wake, slowdown) for _, _, wake, slowdown, _, _ in inside])
+        stages = np.array([stage for *_, stage, _ in inside])
+        row: dict[str, Any] = {
+            "deadline_ms": [low * 1e3, high * 1e3], "n": len(inside),
+            "shares": [float((stages == s).mean()) for s in range(trace.shape[1] + 1)],
+            "predicted_shares": [float(v) for v in expected.mean(axis=0)],
+        }  # fmt: skip
+        if wrong is not None:
+            faults = wrong[:, [image for image, *_ in inside]]  # (1 + stages, n), the very images that were asked
+            row["error"] = float(faults[stages, np.arange(len(inside))].mean())
+            row["predicted_error"] = float((expected.T * faults).sum(axis=0).mean())
+            row["predicted_from_quiet_profile"] = float((from_quiet.T * faults).sum(axis=0).mean())
+        rows.append(row)
+    return rows
+
+
+# --- better than waiting -----------------------------------------------------------------------------------------
+
+
+def curve(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from nestling.anytime.engine import Stop
+    from nestling.deadline import NEST, ORACLE_ALL, anytime, oracle_all, timed
+    from nestling.evaluate import OUTPUTS
+    from nestling.rundir import RunDir
+    from nestling.runtime.build import build_engine
+    from nestling.runtime.runtime import load_run
+
+    torch.set_num_threads(1)
+    folders = [options.source, *options.alone]
+    engines, outputs, names = [], [], []
+    for folder in folders:
+        run = RunDir.open(folder)
+        net, spec = load_run(run)
+        engines.append(build_engine(net, "cpu", "auto", options.threads))
+        outputs.append(run.load_tensors(OUTPUTS)[0])
+        names.append(f"{spec.name} {'-'.join(spec.sizes)}")
+    x = np.random.default_rng(0).normal(size=(1, *spec.shape)).astype(np.float32)
+    traces: list[list[list[float]]] = [[] for _ in engines]
+    for load in range(3):
+        with busy(load):
+            for repeat in range(options.repeats // 3):
+                for engine, trace in zip(engines, traces, strict=True):
+                    began, done = time.perf_counter(), []
+                    state = engine.start(x)
+                    for stage in range(1, engine.stages + 1):
+                        _, state = engine.step(stage, state, Stop())
+                        done.append((time.perf_counter() - began) * 1e3)
+                    if repeat >= 10:
+                        trace.append(done)
+    shuffled = [np.random.default_rng(1).permutation(trace) for trace in traces]  # the same turns for all networks
+    nest, *alone = (
+        timed(name, out["logits"].numpy(), out["labels"].numpy(), trace)
+        for name, out, trace in zip(names, outputs, shuffled, strict=True)
+    )
+    classes = outputs[0]["logits"].shape[2]
+    largest = max(float(each.latency[:, -1].mean()) for each in alone)
+    limits = [float(f) * largest for f in np.linspace(0.2, 1.5, 27)]
+    ours, theirs = anytime(NEST, nest, limits, classes), oracle_all(alone, limits, classes)
+    differences = [100 * (b.error - a.error) for a, b in zip(ours, theirs, strict=True)]  # points of accuracy
+    return {
+        "what": "curve", "nest": folders[0], "alone": options.alone, "threads": options.threads,
+        "mean_ms": {name: [float(v) for v in np.mean(t, axis=0)] for name, t in zip(names, shuffled, strict=True)},
+        "repeats": len(traces[0]), "deadlines_ms": limits, "engine": engines[0].name,
+        "nest_error": [row.error for row in ours], "oracle_all_error": [row.error for row in theirs],
+        "nest_answered": [row.answered for row in ours], "schemes": [NEST, ORACLE_ALL],
+        "mean_points_above_oracle_all": float(np.mean(differences)), "worst_points_below": float(-min(differences)),
+    }  # fmt: skip
+
+
+# --- does it last ------------------------------------------------------------------------------------------------
+
+
+def stress(options: argparse.Namespace) -> dict[str, Any]:
+    Subject(
+        options.source, options.portable, options.threads
+    ).runtime.close()  # libraries open things of their own, once
+    time.sleep(0.5)
+    threads_before, files_before = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    subject = Subject(options.source, options.portable, options.threads)
+    runtime, images = subject.runtime, subject.images
+    full = float(np.median([runtime.timeline(images[0])[-1] for _ in range(50)]))
+    counts, done, lock = dict.fromkeys(KINDS, 0), [0], threading.Lock()
+    problems: list[str] = []
+    memory: list[float] = []
+    began = time.monotonic()
+
+    def caller(seed: int) -> None:
+        chance = random.Random(seed)
+        kept: list[Any] = []
+        while True:
+            with lock:
+                if done[0] >= options.answers:
+                    return
+                done[0] += 1
+                if done[0] % max(1, options.answers // 20) == 0:
+                    memory.append(resident())
+            kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+            try:
+                KIND_OF_QUESTION[kind](runtime, images, chance, full, kept)
+            except Exception as error:
+                problems.append(f"{kind}: {type(error).__name__}: {error}")
+            counts[kind] += 1
+
+    callers = [threading.Thread(target=caller, args=(seed,)) for seed in range(options.callers)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    seconds = time.monotonic() - began
+    runtime.close()
+    time.sleep(0.5)
+    return {
+        "what": "stress", "network": runtime.spec.name, "engine": runtime.engine.name, "answers": done[0],
+        "callers": options.callers, "seconds": seconds, "kinds": counts, "problems": problems[:10],
+        "memory_mb": memory, "growth_mb": memory[-1] - memory[len(memory) // 4],
+        "threads_left": len(os.listdir("/proc/self/task")) - threads_before,
+        "files_left": len(os.listdir("/proc/self/fd")) - files_before,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+
+
+def resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def plain_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
+    answer = runtime.answer(images[chance.randrange(len(images))], full * chance.uniform(-0.1, 4))
+    kept.append(answer)
+    del kept[:-5]
+
+
+def refined_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
+    if kept:
+        kept[-1] = chance.choice(kept).refine(full * chance.uniform(0, 4))
+    else:
+        plain_question(runtime, images, chance, full, kept)
+
+
+def cancelled_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
+    pending = runtime.submit(images[0])
+    timer = threading.Timer(full * chance.uniform(0, 2), pending.cancel)
+    timer.start()
+    pending.result()
+    timer.join()
+
+
+def batch_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
+    n = chance.randrange(1, 9)
+    runtime.answer(images[:n], [full * chance.uniform(0, 8) for _ in range(n)])
+
+
+def loop_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
+    for _ in runtime.answers(images[0]):
+        if chance.random() < 0.5:
+            break
+
+
+KINDS = {"plain": 70, "refined": 12, "cancelled": 6, "batch": 6, "loop": 6}  # of a hundred questions
+KIND_OF_QUESTION = {
+    "plain": plain_question, "refined": refined_question, "cancelled": cancelled_question, "batch": batch_question,
+    "loop": loop_question,
+}  # fmt: skip
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=PARTS)
+    parser.add_argument("source", nargs="?", default="", help="a run's folder, a network's name, or an exported folder")
+    parser.add_argument(
+        "--portable", action="store_true", help="the source is an exported folder; torch is not imported"
+    )
+    parser.add_argument("--alone", nargs="*", default=[], help="curve: runs of independent networks")
+    parser.add_argument("--answers", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=1500, help="curve: measurements of every network")
+    parser.add_argument("--busy", type=int, default=2, help="ontime: other processes that never sleep")
+    parser.add_argument("--callers", type=int, default=8, help="stress: threads that ask")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
+    parser.add_argument("--json", nargs="?", const="-", help="a file, or stdout")
+    options = parser.parse_args()
+    options.answers = options.answers or {"ontime": 10_000, "stress": 100_000, "curve": 0}[options.what]
+    options.source = options.source or {"ontime": "width-resnet42", "stress": "width-digits"}.get(options.what, "")
+    result = PARTS[options.what](options)
+    if not options.portable:
+        from nestling.provenance import provenance
+
+        result |= {"provenance": provenance(" ".join(sys.argv), "cpu", time.time)}
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    if options.json == "-":
+        print(json.dumps(result, indent=2))
+    else:
+        report(result)
+
+
+PARTS = {"ontime": ontime, "curve": curve, "stress": stress}
+
+
+def report(result: dict[str, Any]) -> None:
+    """The figures, for people."""
+    for key, value in result.items():
+        if key == "deadlines":
+            print(
+                "deadline ms      n  answered by (prior, stages)      predicted                        error  predicted"
+            )
+            for row in value:
+                shares = " ".join(f"{v:5.3f}" for v in row["shares"])
+                expected = " ".join(f"{v:5.3f}" for v in row["predicted_shares"])
+                low, high = row["deadline_ms"]
+                errors = f"{100 * row['error']:6.2f} {100 * row['predicted_error']:6.2f}" if "error" in row else ""
+                print(f"{low:5.1f}-{high:5.1f} {row['n']:6}  {shares}   {expected}   {errors}")
+        elif key != "provenance":
+            print(f"{key}: {value}")
+
+
+if __name__ == "__main__":
+    main()

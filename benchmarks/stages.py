@@ -1,0 +1,244 @@
+"""What stages cost: the nest against the un-nested net of equal MACs and against independent nets, in the same engine.
+
+    python benchmarks/stages.py                                  # width-resnet42, CPU, one thread, ONNX Runtime
+    python benchmarks/stages.py runs/NAME --threads 2 --json results/stages.json
+    python benchmarks/stages.py --device cuda --json             # CUDA graphs, checked against eager torch first
+
+Takes the name of a network or a run's folder. All figures of one run come from one process, in turns of ten, so that ratios
+can be compared; medians count. "un-nested" is the fully connected net whose MACs come nearest to the nest's, its widths
+multiples of 4. "independent" nets are of each stage's size, run one after another. Refining is asked of a Runtime: from the
+answer of stage s to the last one, against what the same stages take in one go.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nestling.anytime.engine import Engine, Floats, Stop
+from nestling.export.write import run_all
+from nestling.nets import NETS, NestedNet, Plan, build, plan
+from nestling.nets.births import grow
+from nestling.provenance import provenance
+from nestling.recipe import NetworkRecipe
+from nestling.rundir import RunDir
+from nestling.runtime import Runtime
+from nestling.runtime.build import build_engine
+from nestling.runtime.runtime import load_run
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
+TURN = 10  # runs of one candidate before the next has its turn
+
+
+def network(source: str) -> tuple[NestedNet, NetworkRecipe]:
+    """A network by name (its batch norms warmed up by noise) or a run's."""
+    if source not in NETS:
+        run = RunDir.open(source)
+        return load_run(run)[0], run.read_recipe().network
+    return warmed(NetworkRecipe(name=source)), NetworkRecipe(name=source)
+
+
+def warmed(recipe: NetworkRecipe) -> NestedNet:
+    net = build(recipe).train()
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(3):
+            net(torch.randn(8, net.plan.input.channels, *net.plan.input.size, generator=chance))
+    return net.eval()
+
+
+def equal_macs(recipe: NetworkRecipe) -> tuple[int, ...]:
+    """Widths of the un-nested network whose MACs come nearest to the nest's: multiples of 4 around one scale."""
+    drawn = plan(recipe)
+    target, widths = drawn.macs(drawn.stages), recipe.widths or NETS[recipe.name].widths
+    full = unnested(recipe, widths)
+    scale = (target / full.macs(full.stages)) ** 0.5
+    around = [sorted({max(4, int(w * scale) // 4 * 4 + step) for step in (-4, 0, 4, 8)}) for w in widths]
+
+    def distance(chosen: tuple[int, ...]) -> float:
+        """Off in MACs, and a little for leaving the network's proportions."""
+        made = unnested(recipe, chosen)
+        bent = max(abs(c / (w * scale) - 1) for c, w in zip(chosen, widths, strict=True))
+        return abs(made.macs(made.stages) / target - 1) + bent / 4
+
+    return min((c for c in itertools.product(*around) if list(c) == sorted(c)), key=distance)
+
+
+def unnested(recipe: NetworkRecipe, widths: tuple[int, ...]) -> Plan:
+    """The plan of a one-stage network of these widths: the drawing of the registry, without growth."""
+    arch = replace(NETS[recipe.name], growth="", stripes=(), widths=widths)
+    return arch.draw(f"{recipe.name}-unnested", grow(""), arch.shape, arch.classes)
+
+
+def plain_net(recipe: NetworkRecipe) -> NestedNet:
+    net = NestedNet(unnested(recipe, equal_macs(recipe))).reset(torch.Generator().manual_seed(0)).train()
+    with torch.no_grad():
+        for _ in range(3):
+            net(torch.randn(8, net.plan.input.channels, *net.plan.input.size))
+    return net.eval()
+
+
+def through(engine: Engine, x: Floats, clock: Callable[[], float]) -> list[float]:
+    """Seconds until each stage's answer."""
+    began, done = clock(), []
+    state = engine.start(x)
+    for stage in range(1, engine.stages + 1):
+        _, state = engine.step(stage, state, Stop())
+        done.append(clock() - began)
+    return done
+
+
+def in_turns(candidates: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {name: [] for name in candidates}
+    for turn in range(rounds + 1):
+        for name, work in candidates.items():
+            work()
+            times = [work() for _ in range(TURN)]
+            if turn:  # the first round warms up
+                found[name] += times
+    return found
+
+
+def summary(times: list[list[float]]) -> dict[str, Any]:
+    columns = np.array(times) * 1e3
+    return {
+        "ms": [float(v) for v in np.median(columns, axis=0)],
+        "p10_ms": [float(v) for v in np.percentile(columns, 10, axis=0)],
+        "p90_ms": [float(v) for v in np.percentile(columns, 90, axis=0)],
+        "n": len(times),
+    }
+
+
+def refining(runtime: Runtime, x: Floats, rounds: int) -> list[dict[str, float]]:
+    """From stage s to the last: by refine, and in one go; medians of turns taken alternately."""
+    rows = []
+    for stage in range(1, runtime.spec.stages):
+        straight, refined = [], []
+        for _ in range(rounds):
+            for _ in range(TURN):
+                times = [answer.elapsed for answer in runtime.answers(x)]
+                straight.append(times[-1] - times[stage - 1])
+            for _ in range(TURN):
+                answers = runtime.answers(x)
+                answer = next(a for a in answers if a.stage == stage)
+                answers.close()
+                time.sleep(0.002)  # the stage that was begun is abandoned meanwhile
+                refined.append(answer.refine().elapsed)
+        one_go, by_refine = statistics.median(straight), statistics.median(refined)
+        row = {"from_stage": stage, "straight_ms": one_go * 1e3, "refine_ms": by_refine * 1e3}
+        rows.append({**row, "ratio": by_refine / one_go})
+    return rows
+
+
+def check(engine: Engine, net: NestedNet, device: str) -> dict[str, float]:
+    """The largest difference from the network itself, run eagerly without TF32, at batch 1 and 32."""
+    shape = (32, net.plan.input.channels, *net.plan.input.size)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        expected = [logits.cpu().numpy() for logits in net.to(device)(x.to(device))]
+    net.to("cpu")
+    found = {}
+    for batch in (1, 32):
+        logits = run_all(engine, x.numpy(), batch)
+        off = max(
+            float(np.abs(a - b).max() / max(1, np.abs(b).max() / 10)) for a, b in zip(logits, expected, strict=True)
+        )
+        found[f"batch{batch}"] = off
+        assert off <= 1e-4, f"the engine differs from the network by {off:.1e} at batch {batch}"
+    return found
+
+
+def bench(
+    source: str, device: str, engine: str, threads: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, Any]:
+    net, recipe = network(source)
+    x = np.random.default_rng(0).normal(size=(1, net.plan.input.channels, *net.plan.input.size)).astype(np.float32)
+    recipe = replace(recipe, alone=0, ensemble=False)
+    plain = plain_net(recipe)
+    alone = [warmed(replace(recipe, alone=stage)) for stage in range(1, len(net.plan.heads) + 1)]
+    nest_engine = build_engine(net, device, engine, threads)
+    checked = check(nest_engine, net, device)
+    engines = {"nest": nest_engine, "un-nested": build_engine(plain, device, engine, threads)}
+    engines |= {
+        f"independent {s}": build_engine(each, device, engine, threads) for s, each in enumerate(alone, start=1)
+    }
+    candidates = {name: partial(through, each, x, clock) for name, each in engines.items()}
+    independents = [engines[f"independent {s}"] for s in range(1, len(alone) + 1)]
+    everything: dict[str, Callable[[], list[float]]] = {
+        **candidates,
+        "independents": lambda: [float(v) for v in np.cumsum([through(e, x, clock)[-1] for e in independents])],
+    }
+    times = {name: summary(each) for name, each in in_turns(everything, rounds).items()}
+    nest, unnested_ms = times["nest"]["ms"][-1], times["un-nested"]["ms"][-1]
+    with Runtime(net, device=device, engine=engine, threads=threads) as runtime:
+        refined = refining(runtime, x[0], max(3, rounds // 2))
+        asked = [runtime.answer(x[0]).elapsed for _ in range(100)]
+    return {
+        "network": net.plan.name, "engine": nest_engine.name, "threads": threads, "checked": checked,
+        "side_by_side": getattr(nest_engine, "side_by_side", None),
+        "macs": net.plan.macs(net.plan.stages), "unnested_macs": plain.plan.macs(plain.plan.stages),
+        "unnested_widths": list(equal_macs(recipe)), "times": times, "refine": refined,
+        "runtime_ms": statistics.median(asked) * 1e3,
+        "nest_over_unnested": nest / unnested_ms,
+        "independents_over_nest": times["independents"]["ms"][-1] / nest,
+        "noisy": times["nest"]["ms"][-1] > 1.15 * times["nest"]["p10_ms"][-1],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="?", default="width-resnet42", help="a network's name or a run's folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--clock", default="wall", choices=CLOCKS, help="cpu: this thread's own time, where others are busy"
+    )
+    parser.add_argument("--rounds", type=int, default=12, help=f"turns of {TURN} runs for every candidate")
+    parser.add_argument("--json", nargs="?", const="-", help="a file, or stdout")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = bench(
+        options.source, options.device, options.engine, options.threads, options.rounds, CLOCKS[options.clock]
+    )
+    result |= {"clock": options.clock, "provenance": provenance(" ".join(sys.argv), options.device, time.time)}
+    if options.json:
+        text = json.dumps(result, indent=2)
+        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
+    if options.json != "-":
+        report(result)
+
+
+def report(result: dict[str, Any]) -> None:
+    print(f"{result['network']}, {result['engine']}, threads {result['threads']}, {result['provenance']['device']}")
+    print(f"checked against eager: {result['checked']}; side by side: {result['side_by_side']}")
+    for name, each in result["times"].items():
+        stages = " ".join(f"{v:7.3f}" for v in each["ms"])
+        print(f"  {name:16} {stages} ms   (p10 {each['p10_ms'][-1]:.3f}, p90 {each['p90_ms'][-1]:.3f}, n={each['n']})")
+    macs, other = result["macs"] / 1e6, result["unnested_macs"] / 1e6
+    print(f"nest ({macs:.1f} M MACs) / un-nested ({other:.1f} M, widths {result['unnested_widths']}): ", end="")
+    print(f"{result['nest_over_unnested']:.3f}   independents / nest: {result['independents_over_nest']:.3f}")
+    for row in result["refine"]:
+        one_go, refined = row["straight_ms"], row["refine_ms"]
+        print(
+            f"  from stage {row['from_stage']} on: refine {refined:.3f} ms, in one go {one_go:.3f}: {row['ratio']:.3f}"
+        )
+    print(f"asked through the runtime: {result['runtime_ms']:.3f} ms")
+    if result["noisy"]:
+        print(
+            "this machine was busy: the median is more than 15 % above the 10th percentile; run again when it is quiet"
+        )
+
+
+if __name__ == "__main__":
+    main()
