@@ -1,6 +1,8 @@
 """Profiles, forecasts, thresholds and predictions of a real run on the digits."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def test_more_threads_are_measured_in_a_process_of_their_own(run: Path) -> None:
 def test_nonsense_is_refused(run: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(NestlingError, match="at least 1"):
         profile.command(str(run), **wrong)
+
+
+def test_the_example_runs(run: Path) -> None:
+    root = Path(__file__).parent.parent
+    words = [sys.executable, str(root / "examples" / "frames.py"), str(run), "--frames", "40"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "% right" in done.stdout and done.stdout.count("answered") == 4
 
 
 # --- forecast ----------------------------------------------------------------------------------------------------
