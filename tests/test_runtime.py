@@ -560,6 +560,24 @@ def test_a_stage_is_abandoned_between_layers_and_its_state_stays_good(engine: st
         np.testing.assert_allclose(second, net(torch.from_numpy(x))[1].numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", [{"alone": 2}, {"ensemble": True}, {"name": "cascade-digits", "alone": 2}])
+def test_networks_alone_and_ensembles(recipe: dict[str, Any]) -> None:
+    net = build(NetworkRecipe(**{"name": "width-digits", **recipe})).eval()
+    x = torch.randn(1, 8, 8)
+    with Runtime(net, device="cpu") as runtime, torch.no_grad():
+        found = [answer.probabilities for answer in runtime.answers(x)]
+        np.testing.assert_allclose(found, [logits.softmax(1)[0].numpy() for logits in net(x[None])], atol=1e-5)
+
+
+def test_a_subnetwork_is_answered_by_its_one_stage() -> None:
+    net = trained_a_little("alternate-digits").subnet(3).net
+    x = torch.randn(1, 8, 8)
+    with Runtime(net, device="cpu") as runtime, torch.no_grad():
+        answer = runtime.answer(x)
+        assert answer.final and answer.size == net.sizes[0]
+        np.testing.assert_allclose(answer.probabilities, net(x[None])[0].softmax(1)[0].numpy(), atol=1e-5)
+
+
 def test_a_network_in_training_mode_is_answered_in_evaluation_mode_and_left_as_it_is() -> None:
     net = trained_a_little("width-digits").train()
     before = {key: value.clone() for key, value in net.state_dict().items()}
@@ -580,6 +598,51 @@ def test_runtimes_leave_no_threads_and_no_files_behind() -> None:
                 runtime.answer(np.zeros((1, 8, 8), np.float32), 0.0005)
     time.sleep(0.1)
     assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("name", ["width-digits", "depth-digits", "alternate-digits"])
+def test_cuda_graphs_answer_as_the_network_does(name: str, side_by_side: bool) -> None:
+    net = trained_a_little(name)
+    x = torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        expected = [logits.softmax(1).numpy() for logits in net(x)]
+    with Runtime(net, device="cuda") as runtime:
+        assert runtime.engine.name == "cuda graphs"
+        runtime.engine.side_by_side = side_by_side  # type: ignore[attr-defined]
+        for image_number in range(5):  # one at a time: in slots
+            for stage, answer in enumerate(runtime.answers(x[image_number])):
+                np.testing.assert_allclose(answer.probabilities, expected[stage][image_number], atol=1e-4)
+        for stage, answers in enumerate(runtime.answers(x)):  # together: layer by layer
+            np.testing.assert_allclose(np.stack([a.probabilities for a in answers]), expected[stage], atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_more_questions_than_slots_on_a_gpu() -> None:
+    net = trained_a_little("width-digits")
+    x = torch.randn(40, 1, 8, 8)
+    with torch.no_grad():
+        expected = net(x)[-1].softmax(1).numpy()
+    with Runtime(net, device="cuda") as runtime:
+        kept = [runtime.answer(each, 1e-4) for each in x]
+        for answer, truth in zip([answer.refine() for answer in kept], expected, strict=True):
+            np.testing.assert_allclose(answer.probabilities, truth, atol=1e-4)
+        pending = [runtime.submit(each) for each in x]
+        for each, truth in zip(pending, expected, strict=True):
+            np.testing.assert_allclose(each.result().probabilities, truth, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_deadlines_are_kept_on_a_gpu() -> None:
+    with Runtime(trained_a_little("width-digits"), device="cuda") as runtime:
+        x = np.zeros((1, 8, 8), np.float32)
+        for limit in np.random.default_rng(0).uniform(0, 0.003, 200):
+            assert runtime.answer(x, float(limit)).elapsed < limit + 0.01
+        assert runtime.answer(x, 0).stage == 0
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class OnnxEngine:
         self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], classes: int, threads: int = 1
     ) -> None:
         """`shapes` are those of the values between stages, without the batch. threads=0: all cores."""
-        self.threads = Pool.share(threads or len(os.sched_getaffinity(0)))
+        self.threads = Pool.share(threads or cores())
         self.graphs, self.shapes, self.classes = tuple(graphs), dict(shapes), classes
         self.sessions = [open_session(graph, self.threads, number) for number, graph in enumerate(graphs, start=1)]
         for number, (session, graph) in enumerate(zip(self.sessions, self.graphs, strict=True), start=1):
@@ -175,6 +175,11 @@ class Held:
 
     def __del__(self) -> None:
         self.give_back(self.slot)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_session(graph: StageGraph, threads: int, stage: int) -> onnxruntime.InferenceSession:

@@ -162,7 +162,7 @@ class Writer:
         elif node.op == "norm":
             self.put(self.norm(step, out, reads, shape))
         elif node.function == "module":
-            self.put(Op("module", out, reads, shape, module=copy.deepcopy(self.net.layer(node.name))))
+            self.put(Op("module", out, reads, shape, module=copy.deepcopy(self.net.layer(node.name)).cpu()))
         elif node.op in ("map", "zip", "flatten"):
             self.put(Op(node.op, out, reads, shape, function=node.function))
         elif node.op == "cat":

@@ -123,7 +123,8 @@ def verify(engine: Engine, net: NestedNet, images: Tensor, batches: Sequence[int
     training = net.training
     net.eval()
     with torch.no_grad():
-        expected = [logits.float().cpu().numpy() for logits in net(images)]
+        device = next(net.parameters()).device
+        expected = [logits.float().cpu().numpy() for logits in net(images.to(device))]
     net.train(training)
     off = [0.0] * engine.stages
     for batch in batches:
