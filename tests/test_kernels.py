@@ -10,7 +10,7 @@ import torch
 from test_gradients import NETS, assert_same, batch, gradients, losses_of, make
 
 from nestling.combine import COMBINERS, OSGD, PCGrad
-from nestling.gradients import Accumulator
+from nestling.gradients import Accumulator, kernels
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,14 @@ def test_kernels_agree_with_the_plain_versions_under_the_interpreter() -> None:
     assert "comparisons held" in ran.stdout
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "kernels"])
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both versions, whether or not the kernels are asked for outside."""
+    monkeypatch.setattr(kernels, "ASKED", request.param)
+
+
 @pytest.mark.cuda
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("name", sorted(NETS))
 @pytest.mark.parametrize("scope", ["all", "shared", "block", "tensor"])
 def test_gpu_and_cpu_agree(name: str, scope: str) -> None:
@@ -46,6 +53,7 @@ def test_gpu_and_cpu_agree(name: str, scope: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("name", sorted(NETS))
 def test_a_step_is_captured_in_a_cuda_graph(name: str) -> None:
     net = make(name).cuda()

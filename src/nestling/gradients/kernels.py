@@ -36,7 +36,19 @@ def usable(tensor: Tensor, tasks: int) -> bool:
     They have been compared with the plain versions under Triton's interpreter only. Until they have run on a GPU they are
     used where NESTLING_KERNELS=1 asks for them, and nowhere else.
     """
-    return ASKED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES
+    return ASKED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES and works(tensor.device)
+
+
+@lru_cache
+def works(device: torch.device) -> bool:
+    """Whether Triton can compile and run here (it needs a C compiler, for one); tried once, said once."""
+    eye = torch.eye(2, dtype=torch.float64, device=device)
+    try:
+        solve(eye[None], eye[0], torch.arange(2, device=device), 0.0)
+    except Exception as error:  # whatever it is, the plain version does the same
+        warnings.warn(f"Triton does not work here, so gradients are combined more slowly: {error!r}", stacklevel=2)
+        return False
+    return True
 
 
 def block(tasks: int) -> int:
