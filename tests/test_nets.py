@@ -271,8 +271,8 @@ def test_every_stage_lives_within_the_network(name: str) -> None:
         ordered = torch.cat([named[key].reshape(-1) for key in keys if key in named])
         spread = torch.zeros_like(flat).index_copy_(0, positions(net, number), ordered)
         assert torch.allclose(spread, flat, rtol=1e-9, atol=1e-12)
-    for mine, theirs in zip(net.buffers(), twin.buffers(), strict=True):
-        assert torch.allclose(mine, theirs), "only the last stage keeps count of the statistics"
+    for here, there in zip(net.buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(here, there), "only the last stage keeps count of the statistics"
     with torch.no_grad():
         next(net.parameters()).mul_(1.5)
         net.eval()

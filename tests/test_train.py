@@ -312,7 +312,9 @@ def test_greedy_trains_stage_after_stage_and_leaves_earlier_ones_alone(tmp_path:
     for stage, line in ((0, 1), (1, 3)):
         assert {later["test_loss"][stage] for later in log[line:]} == {log[line]["test_loss"][stage]}
     for stage in range(3):
-        assert log[2 * stage + 1]["train_loss"][stage] < log[2 * stage]["train_loss"][stage], "each stage learns in its turn"
+        assert log[2 * stage + 1]["train_loss"][stage] < log[2 * stage]["train_loss"][stage], (
+            "each stage learns in its turn"
+        )
 
 
 def test_greedy_resumes_in_the_middle_of_a_stage(tmp_path: Path) -> None:

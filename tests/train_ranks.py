@@ -19,7 +19,7 @@ SETTINGS = ("train.epochs=2", "train.batch=128", "data.limit=512", "train.diagno
 
 
 def frozen_run(path: Path) -> dict[str, torch.Tensor]:
-    """An epoch with batch norm in evaluation mode (evaluating ends that mode), so that a step does not depend on how a batch is shared out."""
+    """An epoch with batch norm in evaluation mode (evaluating ends that mode): however a batch is shared, steps are equal."""
     recipe = override(named("digits-width"), [*SETTINGS, "train.lr=0.01", "train.epochs=1"])
     training = Training(recipe, RunDir(path))
     if training.main:
