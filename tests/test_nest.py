@@ -1,8 +1,11 @@
 """Nesting other people's networks: one stage is the module itself, the four promises hold on a member of every family,
 each operation is understood, and what cannot keep the rule is refused by name."""
 
+import csv
 import importlib.util
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +25,8 @@ from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
 from nestling.nets.ties import quotas
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "nest_pytorchcv.py"
+ROOT = Path(__file__).parent.parent
+BENCHMARK = ROOT / "benchmarks" / "nest_pytorchcv.py"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,28 @@ def test_real_backbones_keep_the_promises(name: str, sweep: ModuleType) -> None:
     if row["outcome"] != "refused":
         assert row["macs_w1"] < row["macs_w2"] < row["macs_w4"] < row["macs_unnested"]
         assert row["error_float32"] <= 1e-5
+
+
+def test_the_sweep_is_told_as_it_came_out() -> None:
+    with (ROOT / "results" / "nest-pytorchcv.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
+    tally = Counter(row["outcome"] for row in rows)
+    nested = tally["nested"] + tally["nested unevenly"]
+    assert (
+        f"**{nested} of {len(rows)} are nested**: {tally['nested']} as they are, {tally['nested unevenly']} with"
+        in text
+    )
+    refused = [row["model"].removesuffix("_cifar10") for row in rows if row["outcome"] == "refused"]
+    assert all(model in text for model in refused)
+    assert {row["model"]: row["outcome"] for row in rows if row["model"] in FAMILIES} == FAMILIES
+
+
+def test_the_documentation_runs() -> None:
+    text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    [whole] = [block for block in blocks if "import torch" in block]
+    exec(compile(whole, "docs/nest.md", "exec"), {})
 
 
 # --- small networks of our own, one idea each -----------------------------------------------------------------------
