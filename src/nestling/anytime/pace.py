@@ -20,24 +20,28 @@ class Pace:
     def __init__(self, latencies: Sequence[float] = (), stages: int = 0) -> None:
         """`latencies` are those of each stage by itself; unknown ones (none given) are learnt from what is observed."""
         self.base = list(latencies) or [0.0] * stages
-        self._log = 0.0
-        self.share = 1.0  # of a core that stages get, filtered: less than one where other processes want it, too
+        self.fastest = [math.inf] * len(self.base)
+        self._log = self._log_drag = 0.0
 
     @property
     def slowdown(self) -> float:
         """1.0 = as profiled, 2.0 = everything takes twice as long."""
         return math.exp(self._log)
 
-    def observe(self, stage: int, latency: float, images: int = 1, worked: float | None = None) -> None:
-        """A stage took this long on so many images, and of that so long on a processor. Only single images move the
-        factor: batches cost less per image."""
-        if latency <= 0:
+    @property
+    def drag(self) -> float:
+        """How much longer stages take than the fastest ones seen here; 1.0 on a machine that does nothing else."""
+        return math.exp(self._log_drag)
+
+    def observe(self, stage: int, latency: float, images: int = 1) -> None:
+        """A stage took this long on so many images. Only single images count: batches cost less per image."""
+        if latency <= 0 or images != 1:
             return
-        if worked is not None:
-            self.share += GAIN * (min(1.0, worked / latency) - self.share)
-        if images != 1:
-            return
-        base = self.base[stage - 1]
+        base, fastest = self.base[stage - 1], self.fastest[stage - 1]
+        if latency < fastest:
+            fastest = self.fastest[stage - 1] = latency
+        drag = math.log(latency / fastest) - self._log_drag
+        self._log_drag += GAIN * min(math.log(LIMIT), drag)
         if not base:
             self.base[stage - 1] = latency
             return

@@ -9,7 +9,6 @@ for later, the newest `keep` of them. Callers never wait for a stage: they look 
 import heapq
 import itertools
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from nestling.anytime.engine import Abandoned, Engine, Floats, Stop
 from nestling.anytime.pace import Pace
 from nestling.anytime.work import News, Row, Work
 
-BUSY = 0.8  # a stage that gets less than this share of a core has to share it with other processes
+BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
 COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
 
 
@@ -71,7 +70,7 @@ class Worker:
         machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
         ends that was just asked for again, and is begun anew."""
         running = self.running
-        costs = bool(self.fresh or self.begun) or self.pace.share < BUSY
+        costs = bool(self.fresh or self.begun) or self.pace.drag > BUSY
         if running is not None and costs and running.deadline() <= self.clock():
             running.stop.set()
 
@@ -179,7 +178,7 @@ class Worker:
                 work.rest()
 
     def turn(self) -> bool:
-        """Wait for work and do one stage of it; False when it is time to go."""
+        """Wait for work and do the next stages of it; False when it is time to go."""
         with self.lock:
             while not self.closing and (work := self.choose()) is None:
                 self.wake.wait()
@@ -187,7 +186,8 @@ class Worker:
                 return False
             assert work is not None
             self.running, work.running, work.stop = work, True, Stop()
-        self.advance(work)
+        while self.advance(work) and self.alone(work):
+            pass
         with self.lock:
             work.running = False
             if self.closing:
@@ -199,8 +199,17 @@ class Worker:
                 self.push(work)
         return True
 
-    def advance(self, work: Work) -> None:
-        """One stage of one work, and the news of it."""
+    def alone(self, work: Work) -> bool:
+        """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
+        without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
+        short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
+        if len(work.rows) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
+            return False
+        row = work.rows[0]
+        return not row.final and row.deadline > self.clock()
+
+    def advance(self, work: Work) -> bool:
+        """One stage of one work, and the news of it; False if it came to nothing."""
         stage = work.done + 1
         try:
             if work.state is None:
@@ -208,18 +217,19 @@ class Worker:
             elif work.pick is not None:
                 work.state = self.engine.take(work.state, work.pick)
             work.pick = None
-            began, worked = self.clock(), time.thread_time()
+            began = self.clock()
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
-            return
+            return False
         except Exception as error:
             for row in work.rows:
                 row.fail(error)
-            return
+            return False
         now = self.clock()
-        self.pace.observe(stage, now - began, len(work.rows), time.thread_time() - worked)
+        self.pace.observe(stage, now - began, len(work.rows))
         work.done = stage
         self.publish(work.rows, stage, logits, now)
+        return True
 
     def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
@@ -230,4 +240,5 @@ class Worker:
             row.best = (stage, logits[index])
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
                 row.final, row.work = True, None
-            row.tell(News(row, stage, logits[index], row.final, now))
+            if row.listeners:
+                row.tell(News(row, stage, logits[index], row.final, now))
