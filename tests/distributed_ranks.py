@@ -3,6 +3,7 @@
 Trains a small nest on this rank's half of every batch and saves the weights; or shows that a wrapper is refused.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,8 @@ def main(cases: list[str], folder: str) -> None:
         else:
             save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.cli.entry
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 As a module it gives `frozen_run`, the same training of a network whose batch statistics are frozen.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def main() -> None:
     save_file(ended, folder / f"rank{rank}.safetensors")
     frozen_run(folder / "frozen")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # as nestling's own command line does under torchrun, and for the same reason: see cli.entry
 
 
 if __name__ == "__main__":

@@ -183,4 +183,11 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def entry() -> None:
     """Where the installed `nestling` script begins."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Under torchrun: gloo's threads may still be winding up, and tearing them down while the interpreter exits aborts
+        # the process now and then (seen in one of fifteen starts). All files are written: leave without the teardown.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

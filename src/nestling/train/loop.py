@@ -285,7 +285,6 @@ def train(
     found = training.finish() if training.main and training.finished else {}
     if dist.is_initialized():
         dist.barrier()  # the others wait for the one that evaluates
-        dist.destroy_process_group()
     return found
 
 
