@@ -22,13 +22,14 @@ FLOW = """
     gradients
     combine
     evaluate
+    shelf
     recipes
     train
     cost
     deadline
     anytime confidence
     runtime portable export profile predict serve
-    report paper shelf
+    report paper
     demo
     cli
     __main__

@@ -714,6 +714,25 @@ def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> Non
         Runtime(build(NetworkRecipe()), **options)
 
 
+def test_a_trained_network_by_name() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8)
+    with Runtime("width-resnet42-cifar10", device="cpu") as runtime:
+        answer = runtime.answer(pixels)
+    assert answer.final and answer.name in (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
+    assert len(runtime.spec.errors) == 3 and max(runtime.spec.errors) < 0.15
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Any) -> None:
     with pytest.raises(NestlingError, match="not a run folder"):
         nestling.Runtime(tmp_path)

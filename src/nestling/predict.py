@@ -33,7 +33,7 @@ def command(
     """Answer pictures stage by stage, until a deadline.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or the name of a trained network that comes with nestling.
         images: picture files, or folders of them.
         deadline_ms: milliseconds for each picture; 0 = all stages.
         device: auto, cpu or cuda.

@@ -1,7 +1,8 @@
 """The Runtime: nestling.anytime on a trained network.
 
-In: a NestedNet, or the folder of a run, whose recipe, weights, results and profile it reads. It builds the engine, warms it
-up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's business.
+In: a NestedNet, the folder of a run, whose recipe, weights, results and profile it reads, or the name of a trained network.
+It builds the engine, warms it up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's
+business.
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nestling import shelf
 from nestling.anytime.caller import MEMORY, Anytime
 from nestling.anytime.engine import warm_up
 from nestling.anytime.forecast import Forecast
@@ -28,7 +30,7 @@ from nestling.runtime.build import build_engine
 
 
 class Runtime(Anytime):
-    """`Runtime(net_or_run)`: answers by a deadline. Thread-safe; close it, or use it as a context manager."""
+    """`Runtime(source)`: answers by a deadline. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -39,14 +41,14 @@ class Runtime(Anytime):
         memory: int = MEMORY,
         spec: Spec | None = None,
     ) -> None:
-        """`source` is a network or a run's folder. `spec` says more about a bare network than its plan does."""
+        """`source` is a network, a run's folder, or the name of a trained network that comes with nestling. `spec` says more
+        about a bare network than its plan does."""
         device = choose_device(device)
         self.run: RunDir | None = None
         if isinstance(source, NestedNet):
             net, spec = source, spec or bare_spec(source)
         else:
-            self.run = source if isinstance(source, RunDir) else RunDir.open(source)
-            net, found = load_run(self.run)
+            net, found, self.run = load_source(source)
             spec = spec or found
         built = build_engine(net, device, engine, threads)
         self.device = device
@@ -111,6 +113,18 @@ def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency
     found = load_profile(run)
     same = (found.engine, found.device, found.batch) == (engine, device_name(device), 1)
     return found if same and (found.threads == threads or device != "cpu") else None
+
+
+def load_source(source: RunDir | str | Path) -> tuple[NestedNet, Spec, RunDir | None]:
+    """A run's network, or a trained one from the shelf, and what is known of it."""
+    if isinstance(source, str) and source in shelf.names() and not Path(source).exists():
+        card = shelf.card(source)
+        net, results = shelf.load(source), card["results"]
+        errors = tuple(float(row["error"]) for row in results["stages"])
+        known = replace(bare_spec(net), classes=tuple(results["classes"]), errors=errors)
+        return net, replace(known, mean=tuple(card["mean"]), std=tuple(card["std"])), None
+    run = source if isinstance(source, RunDir) else RunDir.open(source)
+    return *load_run(run), run
 
 
 def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
