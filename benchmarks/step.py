@@ -1,11 +1,11 @@
 """How long one training step takes, network by network: the plain un-nested net, SGD, OSGD; eager, graph, full engine.
 
-    python benchmarks/step.py --device cuda --json results/step-h200.json
+    python benchmarks/step.py --device cuda --beside 6 --torchjd --json results/step-h200.json
 
-All figures of one run come from one process on one device, interleaved with the measured ceilings (copy bandwidth and
-bf16 matrix rate), so ratios can be compared. "floor" is the larger of bytes over bandwidth and operations over rate for
-one un-nested step: every convolution reads its input and writes its output once forward and reads both again twice
-backward, in bf16; operations are 3 x 2 x MACs x batch. Random images: time does not depend on what is in them.
+All figures of one run come from one process on one device, interleaved with the measured ceilings (copy bandwidth and bf16
+matrix rate), so ratios can be compared. "x floor" is against the floor of one un-nested step with fused norms, "x conv"
+against that of its convolutions alone (floor.py says what each counts). --torchjd adds a second table: the same nest
+written as a straightforward module (striped.py). Random images: time does not depend on what is in them.
 """
 
 import argparse
@@ -13,11 +13,13 @@ import json
 import sys
 import time
 from dataclasses import replace
-from math import prod
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from floor import floors
+from striped import Striped, stripes_step
 
 from nestling.data.split import MemorySplit
 from nestling.nets import build, plan
@@ -66,19 +68,6 @@ def timed(work: Any, device: torch.device, repeats: int) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def floor_seconds(name: str, batch: int, bandwidth: float, rate: float) -> float:
-    drawn = plan(NetworkRecipe(name=name))
-    moved = sum(
-        3
-        * 2
-        * batch
-        * (drawn.by_name[n.reads[0]].channels * prod(drawn.by_name[n.reads[0]].size) + n.channels * prod(n.size))
-        for n in drawn.nodes
-        if n.op == "conv"
-    )
-    return max(moved / bandwidth, 3 * 2 * drawn.dense()[1] * batch / rate)
-
-
 def images(device: torch.device, n: int = 50_000) -> MemorySplit:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -114,7 +103,7 @@ class Driver:
             next(self.turn)
 
 
-def measure(drivers: list[Driver], device: torch.device, steps: int, repeats: int = 5) -> list[float]:
+def measure(drivers: list[Any], device: torch.device, steps: int, repeats: int = 5) -> list[float]:
     """Milliseconds per step of each driver, alone, in turns; the median of `repeats`."""
     found: list[list[float]] = [[] for _ in drivers]
     for _ in range(repeats):
@@ -127,15 +116,53 @@ def measure(drivers: list[Driver], device: torch.device, steps: int, repeats: in
     return [sorted(each)[len(each) // 2] for each in found]
 
 
-def together(drivers: list[Driver], device: torch.device, steps: int) -> float:
-    """Milliseconds per step and training when all of them take turns on the device."""
-    synchronise(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        for driver in drivers:
-            driver.advance(1)
-    synchronise(device)
-    return 1000 * (time.perf_counter() - start) / steps / len(drivers)
+def together(drivers: list[Driver], device: torch.device, steps: int, repeats: int = 3) -> float:
+    """Milliseconds per step and training when all of them take turns on the device; the median of `repeats`."""
+    found = []
+    for _ in range(repeats):
+        synchronise(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            for driver in drivers:
+                driver.advance(1)
+        synchronise(device)
+        found.append(1000 * (time.perf_counter() - start) / steps / len(drivers))
+    return sorted(found)[len(found) // 2]
+
+
+class Straightforward:
+    """The nest as a module of stripes, driven step by step from Python over the same images."""
+
+    def __init__(
+        self, name: str, batch: int, precision: str, split: MemorySplit, device: torch.device, way: str, aggregator: str
+    ) -> None:
+        torch.manual_seed(0)
+        net = Striped(plan(NetworkRecipe(name=name))).to(device).train()
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        train = TrainRecipe()
+        optimizer = torch.optim.SGD(
+            net.parameters(), train.lr, train.momentum, nesterov=True, weight_decay=train.weight_decay,
+            fused=device.type == "cuda",
+        )  # fmt: skip
+        chosen = None if way == "sgd" else make_aggregator(aggregator)
+        self.step = stripes_step(net, optimizer, chosen, precision, None if way == "vectorised" else 1)
+        self.turn = (self.step(*pair) for seed in count() for pair in self._epoch(split, batch, seed))
+
+    def _epoch(self, split: MemorySplit, batch: int, seed: int) -> Any:
+        return split.batches(batch, torch.Generator().manual_seed(seed), drop_last=True)
+
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            next(self.turn)
+
+
+def make_aggregator(name: str) -> Any:
+    """osgd and mean need torchjd and torch alone; upgrad also needs quadprog and qpsolvers."""
+    from torchjd import aggregation
+
+    from nestling.combine.torchjd import OSGDAggregator
+
+    return {"osgd": OSGDAggregator, "mean": aggregation.Mean, "upgrad": aggregation.UPGrad}[name]()
 
 
 def recipe_for(name: str, strategy: str, batch: int, precision: Any) -> Recipe:
@@ -150,65 +177,136 @@ def recipe_for(name: str, strategy: str, batch: int, precision: Any) -> Recipe:
     )
 
 
+def first_table(args: argparse.Namespace, split: MemorySplit, device: torch.device, speed: tuple[float, float]) -> Any:
+    """Our engines; yields rows and prints them as they come."""
+    engines = args.engines if device.type == "cuda" else ["eager"]
+    beside = f"{args.beside} beside: ms  x alone" if args.beside else ""
+    print(
+        f"{'network':20} {'batch':>5} {'strategy':9} {'engine':7} {'ms/step':>8} {'img/s':>9} {'x floor':>8} {'x conv':>7} "
+        f"{'start s':>8}  {beside}"
+    )
+    for name in args.networks:
+        for batch in args.batches:
+            floor = {form: 1000 * each for form, each in floors(plan(NetworkRecipe(name=name)), batch, *speed).items()}
+            found: dict[tuple[str, str], float] = {}
+            for strategy in args.strategies:
+                for kind in engines:
+                    recipe = recipe_for(name, strategy, batch, args.precision)
+                    beside_n = args.beside if kind == engines[-1] else 0
+                    row = one_row(recipe, split, device, kind, args.steps, beside_n)
+                    row |= {"network": name, "batch": batch, "strategy": strategy, "engine": kind}
+                    row |= {f"floor_{form}_ms": round(ms, 4) for form, ms in floor.items()}
+                    ms = found[strategy, kind] = row["ms"]
+                    more = f"  {row['beside_ms']:14.3f} {row['beside_ratio']:8.2f}" if "beside_ms" in row else ""
+                    print(
+                        f"{name:20} {batch:5} {strategy:9} {kind:7} {ms:8.3f} {batch / ms * 1000:9.0f} "
+                        f"{ms / floor['fused']:8.2f} {ms / floor['conv']:7.2f} {row['startup_s']:8.1f}{more}",
+                        flush=True,
+                    )
+                    yield row
+            for kind in engines:
+                if ("sgd", kind) in found and ("osgd", kind) in found:
+                    ratio = found["osgd", kind] / found["sgd", kind]
+                    print(f"{name:20} {batch:5} osgd/sgd  {kind:7} {ratio:8.3f}", flush=True)
+
+
+def one_row(
+    recipe: Recipe, split: MemorySplit, device: torch.device, kind: str, steps: int, beside: int = 0
+) -> dict[str, Any]:
+    """Milliseconds of one training alone and, where asked for, of several side by side."""
+    driver = Driver(recipe, split, device, kind)
+    (ms,) = measure([driver], device, steps)
+    row: dict[str, Any] = {
+        "ms": round(ms, 4), "images_per_second": round(recipe.train.batch / ms * 1000),
+        "startup_s": round(driver.startup, 1),
+    }  # fmt: skip
+    if beside:
+        others = [driver]
+        for seed in range(1, beside):
+            others.append(Driver(replace(recipe, train=replace(recipe.train, seed=seed)), split, device, kind))
+        row["beside"], row["beside_ms"] = beside, round(together(others, device, steps), 4)
+        row["beside_ratio"] = round(row["beside_ms"] / ms, 4)
+        row["second_startup_s"] = round(others[-1].startup, 1)
+    return row
+
+
+def second_table(args: argparse.Namespace, split: MemorySplit, device: torch.device, ours: list[dict[str, Any]]) -> Any:
+    """The straightforward module: plain SGD, TorchJD with one backward per loss, TorchJD vectorised; then ours again."""
+    kind = args.engines[-1] if device.type == "cuda" else "eager"
+    print(
+        f"\n{'network':20} {'batch':>5} {'straightforward, TorchJD ' + args.aggregator:36} {'ms/step':>8} {'ours':>8} {'x':>6}"
+    )
+    for name in args.networks:
+        for batch in args.batches:
+            known = {
+                r["strategy"]: r["ms"] for r in ours if (r["network"], r["batch"], r["engine"]) == (name, batch, kind)
+            }
+            for strategy in ("sgd", "osgd"):
+                if strategy not in known:
+                    recipe = recipe_for(name, strategy, batch, args.precision)
+                    known[strategy] = one_row(recipe, split, device, kind, args.steps)["ms"]
+            for way in ("sgd", "backward each", "vectorised"):
+                row: dict[str, Any] = {
+                    "network": name,
+                    "batch": batch,
+                    "straightforward": way,
+                    "aggregator": args.aggregator,
+                }
+                row |= {"ours": "sgd" if way == "sgd" else "osgd", "ours_engine": kind}
+                row["ours_ms"] = known[row["ours"]]
+                try:
+                    made = Straightforward(name, batch, args.precision, split, device, way, args.aggregator)
+                    made.advance(3)
+                    (row["ms"],) = measure([made], device, max(1, args.steps // 5), 3)
+                    row["ratio"] = round(row["ms"] / row["ours_ms"], 3)
+                    text = f"{row['ms']:8.3f} {row['ours_ms']:8.3f} {row['ratio']:6.2f}"
+                except RuntimeError as error:  # vectorising has no rule for some operations in mixed precision
+                    row["error"] = str(error).splitlines()[0]
+                    text = f"does not run: {row['error']}"
+                print(f"{name:20} {batch:5} {way:36} {text}", flush=True)
+                yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--networks", nargs="+", default=CIFAR_NETWORKS)
-    parser.add_argument("--strategies", nargs="+", default=["plain", "sgd", "osgd"])
+    parser.add_argument("--strategies", nargs="*", default=["plain", "sgd", "osgd"])
     parser.add_argument("--engines", nargs="+", default=["eager", "graph", "full"])
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--beside", type=int, default=0, help="also time this many trainings side by side")
+    parser.add_argument("--torchjd", action="store_true", help="second table: a straightforward module with TorchJD")
+    parser.add_argument(
+        "--aggregator", choices=["osgd", "mean", "upgrad"], default="osgd", help="TorchJD's; upgrad needs quadprog"
+    )
     parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--images", type=int, default=50_000, help="how many random training images")
     parser.add_argument("--json", default="", help="write all rows to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = True
-    engines = args.engines if device.type == "cuda" else ["eager"]
     bandwidth, rate = ceilings(device)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s", file=sys.stderr)
-    split = images(device)
+    split = images(device, args.images)
     rows: list[dict[str, Any]] = []
-    print(
-        f"{'network':20} {'batch':>5} {'strategy':9} {'engine':7} {'ms/step':>8} {'img/s':>9} {'x floor':>8} {'start s':>8}"
-    )
-    for name in args.networks:
-        for batch in args.batches:
-            floor = 1000 * floor_seconds(name, batch, bandwidth, rate)
-            for strategy in args.strategies:
-                for kind in engines:
-                    recipe = recipe_for(name, strategy, batch, args.precision)
-                    driver = Driver(recipe, split, device, kind)
-                    (ms,) = measure([driver], device, args.steps)
-                    row = {
-                        "network": name, "batch": batch, "strategy": strategy, "engine": kind, "ms": round(ms, 4),
-                        "images_per_second": round(batch / ms * 1000), "floor_ms": round(floor, 4),
-                        "startup_s": round(driver.startup, 1),
-                    }  # fmt: skip
-                    if args.beside and kind == engines[-1]:
-                        others = [driver] + [
-                            Driver(replace(recipe, train=replace(recipe.train, seed=s)), split, device, kind)
-                            for s in range(1, args.beside)
-                        ]
-                        row["beside"] = args.beside
-                        row["beside_ms"] = round(together(others, device, args.steps), 4)
-                        row["second_startup_s"] = round(others[-1].startup, 1)
-                        del others
-                    rows.append(row)
-                    print(
-                        f"{name:20} {batch:5} {strategy:9} {kind:7} {ms:8.3f} {batch / ms * 1000:9.0f} {ms / floor:8.2f} "
-                        f"{driver.startup:8.1f}  {row.get('beside_ms', '')} {row.get('second_startup_s', '')}",
-                        flush=True,
-                    )
-                    del driver
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
+    stripes: list[dict[str, Any]] = []
     document = {
         "benchmark": "step", "command": " ".join(sys.argv), "copy_bytes_per_s": bandwidth, "bf16_flop_per_s": rate,
-        "provenance": provenance(" ".join(sys.argv), args.device, time.time), "rows": rows,
+        "provenance": provenance(" ".join(sys.argv), args.device, time.time), "rows": rows, "torchjd": stripes,
     }  # fmt: skip
-    if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+
+    def keep(into: list[dict[str, Any]], found: Any) -> None:
+        for row in found:
+            into.append(row)
+            if args.json:  # after every row: a run that is stopped has not been for nothing
+                Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    keep(rows, first_table(args, split, device, (bandwidth, rate)))
+    if args.torchjd:
+        keep(stripes, second_table(args, split, device, rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""A nest as one would write it at first: every stripe of every layer a module of its own, trained through TorchJD.
+
+In: a plan. Out: `Striped`, an ordinary module: the channels of a layer that are born at one stage are one nn.Conv2d over
+the concatenation of all stripes born by then, with an nn.BatchNorm2d of their own; plain eager PyTorch. `step` is one
+training step with it: by the mean of the losses (plain SGD), or by TorchJD's Jacobian and an aggregator. It computes the
+function that NestedNet computes (`copied` gives it the same weights, a test compares); it knows nothing of our engines.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.nets import NestedNet, Plan
+from nestling.nets.net import MAPS, fetch, fold, select
+from nestling.nets.plan import WEIGHTED, Step
+
+
+def stripe(step: Step) -> nn.Module | None:
+    """The module of one stripe of one layer, where it has parameters."""
+    node, channels = step.node, len(step.rows)
+    if node.groups > 1 or node.shares or node.function == "module":
+        raise ValueError(f"{node.name}: grouped, shared and foreign layers have no straightforward stripes")
+    if node.op == "conv":
+        shape = (node.kernel, node.stride, node.padding, node.dilation)
+        return nn.Conv2d(len(step.columns), channels, *shape, bias=node.bias)
+    if node.op == "linear":
+        return nn.Linear(len(step.columns), channels, bias=node.bias)
+    if node.op == "norm":
+        return nn.BatchNorm2d(channels, node.eps, node.momentum)
+    return None
+
+
+class Striped(nn.Module):
+    """A nested network with one module per stripe; `net(x)` is a tuple of logits, one per stage."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.stripes = nn.ModuleDict()
+        self.work: list[tuple[Step, nn.Module | None]] = []
+        for step in (step for program in plan.programs for step in program.steps):
+            module = stripe(step)
+            if module is not None:
+                self.stripes[key(step)] = module
+            self.work.append((step, module))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        pieces = {(self.plan.input.name, 1): x}
+        for step, module in self.work:
+            reads = [fetch(pieces, runs) for runs in step.fetches]
+            pieces[step.node.name, step.node.births[step.rows[0]]] = compute(step, module, reads)
+        return tuple(pieces[program.head, program.stage] for program in self.plan.programs)
+
+
+def key(step: Step) -> str:
+    return f"{step.node.name}@{step.node.births[step.rows[0]]}".replace(".", "/")
+
+
+def compute(step: Step, module: nn.Module | None, reads: list[Tensor]) -> Tensor:
+    """One stripe of one layer."""
+    node = step.node
+    if module is not None:
+        out: Tensor = module(reads[0])
+        return out
+    if node.op == "map":
+        return MAPS[node.function](reads[0])
+    if node.op == "zip":
+        return fold(node.function, reads)
+    if node.op == "cat":
+        return torch.cat(reads, 1)
+    if node.op == "flatten":
+        return reads[0].flatten(1)
+    wanted = [node.source[row] for row in step.rows]  # select: channels, or zeros where there are none
+    place = {channel: i for i, channel in enumerate(dict.fromkeys(c for c in wanted if c >= 0))}
+    return select(reads[0], tuple(place.get(c, -1) for c in wanted))
+
+
+@torch.no_grad()
+def copied(net: NestedNet) -> Striped:
+    """The straightforward module with the weights and statistics of a nest."""
+    made = Striped(net.plan)
+    for step, module in made.work:
+        if module is None:
+            continue
+        theirs, rows = net.layer(step.node.name), torch.tensor(step.rows)
+        columns = torch.tensor(step.columns)
+        for name, value in theirs.state_dict().items():
+            if name == "num_batches_tracked":
+                continue
+            part = value[rows][:, columns] if name == "weight" and step.node.op in WEIGHTED else value[rows]
+            module.state_dict()[name].copy_(part)
+    return made.train(net.training)
+
+
+def stripes_step(
+    net: Striped,
+    optimizer: torch.optim.Optimizer,
+    aggregator: Any = None,
+    precision: str = "float32",
+    chunk: int | None = 1,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step. `aggregator` None: one backward of the mean loss. Otherwise TorchJD: one row per loss, `chunk` of
+    them at a time (1: one backward each; None: all in one vectorised backward), then the aggregator."""
+    parameters = list(net.parameters())
+    device = parameters[0].device.type
+    if aggregator is not None:
+        from torchjd.autojac import backward, jac_to_grad
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = net(x)
+        losses = [F.cross_entropy(each.float(), y) for each in logits]
+        if aggregator is None:
+            (sum(losses[1:], losses[0]) / len(losses)).backward()
+        else:
+            backward(losses, inputs=parameters, parallel_chunk_size=chunk)
+            jac_to_grad(parameters, aggregator)
+        optimizer.step()
+        return torch.stack([loss.detach() for loss in losses])
+
+    return step
