@@ -1,23 +1,32 @@
-"""The grid and the comparison with the paper: cells by hand, means by hand, and a grid that is killed twice on the way."""
+"""The grid and the comparison with the paper: cells, means and marks by hand, and a grid that is killed twice on the way."""
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nestling.errors import NestlingError
-from nestling.paper import command
-from nestling.paper.grid import cells
-from nestling.paper.results import collect, compare, published, strategy_name
-from nestling.recipe import override
-from nestling.recipes import named
+from nestling.nets import NETS, plan
+from nestling.paper import command, show
+from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name
+from nestling.paper.results import changes, collect, compare, less, merged, published, read_csv, store, strategy_name
+from nestling.paper.tables import gap_table, missing, network_table
+from nestling.recipe import NetworkRecipe, override
+from nestling.recipes import RECIPES, named
+from nestling.report.content import Table
+from nestling.report.markdown import table_text
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
+
+
+# --- the grid --------------------------------------------------------------------------------------------------------
 
 
 def test_the_papers_numbers_are_all_there() -> None:
@@ -25,6 +34,15 @@ def test_the_papers_numbers_are_all_there() -> None:
     assert numbers["width-resnet42", "osgd", 3] == (7.3, 0.3)
     assert numbers["depth-sparse98", "greedy", 1] == (9.6, 0.2)
     assert len(numbers) == 139
+
+
+def test_every_row_of_the_papers_tables_has_a_recipe() -> None:
+    for network, _, stage in published():
+        [recipe] = [named(table[network]) for table in TABLES.values() if network in table]
+        assert recipe.network.name == network and stage <= len(plan(recipe.network).heads)
+    strategies = {strategy.partition(" ")[0] for _, strategy, _ in published()}
+    made = {recipe.strategy.name for table in ("table1", "table2") for _, recipe in cells(table, (), (), 1)}
+    assert strategies <= made
 
 
 def test_cells_by_hand() -> None:
@@ -42,34 +60,186 @@ def test_cells_by_hand() -> None:
     assert len(both) == len(set(both)) == 6 * 6 + (4 + 3 + 5 + 3 + 4 + 4)
 
 
+def test_scopes_and_orders_are_one_line_each() -> None:
+    scopes = dict(cells("scopes", (), (), seeds=1))
+    assert [recipe.strategy.scope for recipe in scopes.values()] == list(SCOPES) == ["all", "shared", "block", "tensor"]
+    assert next(iter(scopes)) == "width-resnet42-osgd-seed0", "scope all is the run of table 1"
+    orders = dict(cells("priorities", ("depth-sparse98",), (), seeds=1))
+    assert [recipe.strategy.order for recipe in orders.values()] == [(), (2, 3, 1, 4), (4, 1, 2, 3), (4, 3, 2, 1), ()]
+    assert next(iter(orders)) == "depth-sparse98-osgd-seed0" and list(orders)[-1] == "depth-sparse98-sgd-seed0"
+    one = dict(cells("table1", ("width-resnet42",), ("osgd", "sgd"), 1, (), ("block",), ("3,1,2",)))
+    assert list(one) == ["width-resnet42-osgd-order-3_1_2-scope-block-seed0", "width-resnet42-sgd-seed0"]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_four_orders_are_orders(stages: int) -> None:
+    found = four_orders(stages)
+    assert all(sorted(order) == list(range(1, stages + 1)) for order in found)
+    assert len(set(found)) == (2 if stages == 2 else 4) and found[0] == tuple(range(1, stages + 1))
+
+
+def test_settings_reach_independent_nets_and_the_folders_name() -> None:
+    settings = ("network.blocks=1,1,1", "train.epochs=3")
+    chosen = dict(cells("table1", ("width-resnet42",), ("alone",), 1, settings))
+    assert next(iter(chosen)) == "width-resnet42-alone1-blocks-1_1_1-epochs-3-seed0"
+    assert all(recipe.network.blocks == (1, 1, 1) for recipe in chosen.values())
+
+
+def test_names_of_all_cells_of_the_grid_differ_and_so_do_their_recipes() -> None:
+    every = [each for part in (*TABLES, "scopes", "priorities") for each in cells(part, (), (), seeds=2)]
+    assert len(dict(every)) == len({recipe for _, recipe in every})
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("table9", (), ()), "did you mean table1"),
         (("table1", ("even-resnet42",), ()), "table1 has no network 'even-resnet42'"),
         (("table1", (), ("osdg",)), "did you mean osgd"),
+        (("table1", (), ("osgd",), 1, (), ("blocks",)), "did you mean block"),
+        (("table1", ("width-resnet42",), ("osgd",), 1, (), (), ("1,2",)), "name each of 1 to 3 once"),
     ],
 )
-def test_what_is_not_in_the_paper_is_refused(
-    arguments: tuple[str, tuple[str, ...], tuple[str, ...]], message: str
-) -> None:
+def test_what_is_not_in_the_paper_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    full = arguments if len(arguments) > 3 else (*arguments, 1)
     with pytest.raises(NestlingError, match=message):
-        list(cells(*arguments, seeds=1))
+        list(cells(*full))
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def row(error: float, **more: Any) -> dict[str, Any]:
+    usual = {"network": "width-resnet42", "strategy": "osgd", "changes": "", "epochs": 200, "seed": 0, "stage": 3}
+    return {
+        **usual,
+        "size": "w4",
+        "macs": 266_897_600,
+        "device": "NVIDIA H200",
+        "commit": "abc",
+        "error": error,
+        **more,
+    }
 
 
 def test_means_and_spread_by_hand() -> None:
-    row = {"network": "width-resnet42", "strategy": "osgd", "epochs": 200, "stage": 3, "size": "w4"}
-    found = compare([{**row, "error": 7.0}, {**row, "error": 8.0}, {**row, "error": 7.5}])
-    assert found == [{**row, "error": 7.5, "std": 0.5, "n": 3, "paper": 7.3, "beyond": False}]
-    assert compare([{**row, "error": 6.15}])[0]["beyond"], "1.15 points off where the paper's std is 0.3"
+    [found] = compare([row(7.0), row(8.0, seed=1), row(7.5, seed=2)])
+    assert (found["error"], found["std"], found["n"], found["paper"], found["paper_std"]) == (7.5, 0.5, 3, 7.3, 0.3)
+    assert not found["beyond"]
+    # two standard deviations: of one run against the paper's 0.3, then of two that differ by 0.2 (std 0.1414)
+    for error, beyond in ((7.89, False), (7.91, True), (6.69, True), (6.71, False)):
+        assert compare([row(error)])[0]["beyond"] is beyond
+    # (0.3² + 0.1414²)^½ = 0.3317, twice that is 0.6633
+    assert not compare([row(7.86), row(8.06, seed=1)])[0]["beyond"]
+    assert compare([row(7.87), row(8.07, seed=1)])[0]["beyond"]
+
+
+def test_imagenet_stands_beside_top_1_and_top_5_and_is_never_marked() -> None:
+    one = row(30.0, network="width-resnet50", top5=10.0)
+    assert (compare([one])[0]["paper"], compare([one], "top5")[0]["paper"]) == (28.3, 9.4)
+    assert compare([one], "top5")[0]["error"] == 10.0
+    assert not compare([one])[0]["beyond"], "the paper gives no deviation there"
+    assert compare([row(30.0, network="width-resnet50", top5=None)], "top5") == []
+
+
+def test_an_independent_net_stands_beside_greedys_first_stage() -> None:
+    assert compare([row(8.9, strategy="alone", stage=1, size="w1")])[0]["paper"] == 10.2
+    assert compare([row(8.9, strategy="alone", stage=2, size="w2")])[0]["paper"] is None
 
 
 def test_a_row_says_what_was_changed() -> None:
     base = named("digits-width")
-    assert strategy_name(base) == "osgd"
-    changed = override(base, ["strategy.scope=block", "strategy.order=3,2,1", "train.distill=0.5"])
-    assert strategy_name(changed) == "osgd scope block order 3,2,1 distill 0.5"
-    assert strategy_name(override(base, ["network.alone=2"])) == "alone"
+    assert (strategy_name(base), changes(base)) == ("osgd", "")
+    changed = override(base, ["strategy.scope=block", "strategy.order=3,2,1", "train.distill=0.5", "train.seed=4"])
+    assert changes(changed) == "strategy.order=3,2,1 strategy.scope=block train.distill=0.5"
+    assert override(base, [*changes(changed).split(), "train.seed=4"]) == changed, "they are settings"
+    alone = override(base, ["network.alone=2", "strategy.name=sgd", "strategy.scope=block"])
+    assert (strategy_name(alone), changes(alone)) == ("alone", "")
+    assert run_name(alone) == "width-digits-alone2-seed0"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_change_nothing(name: str) -> None:
+    assert changes(named(name)) == ""
+
+
+def test_settings_that_a_grid_shares_are_taken_off() -> None:
+    assert less("strategy.scope=block train.epochs=3", ["train.epochs=3"]) == "strategy.scope=block"
+    assert less("train.epochs=3", []) == "train.epochs=3"
+    assert less("strategy.scope=block", ["train.epochs=3"]) is None
+
+
+def test_rows_survive_a_file_and_newer_ones_replace_older(tmp_path: Path) -> None:
+    old = [row(7.0, data="cifar10"), row(8.0, data="cifar10", seed=1)]
+    assert store(old, str(tmp_path)) == [str(tmp_path / "cifar10-h200.csv")]
+    assert compare(read_csv(tmp_path / "cifar10-h200.csv")) == compare(old)
+    store([row(6.5, data="cifar10"), row(9.0, data="cifar10", seed=2)], str(tmp_path))
+    found = read_csv(tmp_path / "cifar10-h200.csv")
+    assert [(each["seed"], each["error"]) for each in found] == [(0, 6.5), (1, 8.0), (2, 9.0)]
+    assert len(merged(old, [row(7.0, commit="def")])) == 3, "another commit is another run"
+    assert store(old, str(tmp_path / "one.csv")) == [str(tmp_path / "one.csv")]
+
+
+def test_files_of_something_else_and_damaged_rows(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("model,time\na,1\n")
+    assert read_csv(tmp_path / "other.csv") == []
+    store([row(7.0, data="cifar10")], str(tmp_path / "mine.csv"))
+    text = (tmp_path / "mine.csv").read_text()
+    (tmp_path / "mine.csv").write_text(text.replace("7.0", "seven"))
+    with pytest.raises(NestlingError, match=r"mine\.csv: error is 'seven'"):
+        read_csv(tmp_path / "mine.csv")
+
+
+def test_the_stored_results_can_be_read_and_are_of_known_networks() -> None:
+    folder = Path(__file__).parent.parent / "results"
+    rows = [each for path in folder.glob("*.csv") for each in read_csv(path)]
+    assert rows and all(each["network"] in NETS and 0 <= each["error"] <= 100 for each in rows)
+    for each in rows:
+        found = plan(NetworkRecipe(each["network"], alone=each["stage"] if each["strategy"] == "alone" else 0))
+        assert each["macs"] == found.macs(1 if each["strategy"] == "alone" else each["stage"])
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def cell_texts(table: Table, name: str) -> list[tuple[str, str, str]]:
+    [line] = [line for line in table.rows if line[0].text == name]
+    return [(cell.text, cell.after, cell.small.replace("\u00a0", " ")) for cell in line]
+
+
+def test_a_table_by_hand() -> None:
+    rows = [row(6.0, stage=3), row(6.4, stage=3, seed=1), row(9.0, stage=1, size="w1")]
+    rows.append(row(8.0, stage=1, size="w1", changes="strategy.scope=block"))
+    table = network_table("width-resnet42", compare(rows))
+    assert [line[0].text for line in table.rows] == [
+        "greedy", "sgd", "osgd", "osgd strategy.scope=block", "normsgd", "osgd-norm",
+    ]  # fmt: skip
+    assert cell_texts(table, "osgd") == [
+        ("osgd", "", "n = 1, 200 epochs"), ("9.00", "▼", "paper 12.3±0.1"), ("–", "", "paper 8.9±0.2"),
+        ("6.20", "± 0.28 ▼", "paper 7.3±0.3"),
+    ]  # fmt: skip
+    assert cell_texts(table, "greedy")[1:] == [
+        ("–", "", "paper 10.2±0.1"), ("–", "", "paper 9.9±0.2"), ("–", "", "paper 9.2±0.2"),
+    ]  # fmt: skip
+    assert "| osgd (n = 1, 200 epochs) | 9.00 ▼ (paper\u00a012.3±0.1) | – (paper\u00a08.9±0.2) |" in table_text(table)
+
+
+def test_gaps_to_independent_nets_by_hand() -> None:
+    rows = [row(6.0), row(6.25, strategy="alone"), row(9.0, stage=1, size="w1")]
+    table = gap_table("width-resnet42", compare(rows))
+    assert table is not None and [[cell.text for cell in line] for line in table.rows] == [["osgd", "–", "–", "−0.25"]]
+    assert gap_table("width-resnet42", compare(rows[:1])) is None
+
+
+def test_what_is_missing_is_a_command() -> None:
+    every = [row(1.0, strategy=name) for name in ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone")]
+    lacking = missing("table1", compare(every))
+    assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy"
+    assert len(lacking) == 4
+    assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
+
+
+# --- really trained --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_trained_is_said(tmp_path: Path) -> None:
@@ -77,25 +247,47 @@ def test_nothing_trained_is_said(tmp_path: Path) -> None:
         command("table1", dry=True, out=str(tmp_path))
 
 
+def test_time_that_is_up_stops_the_whole_grid(tmp_path: Path) -> None:
+    """An epoch of the first run, then no other run is begun."""
+    words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK, "results": ""}
+    with pytest.raises(NestlingError, match="give them more time"):
+        command("digits", **words, out=str(tmp_path), minutes=0.0005)
+    assert [logged(path.parent) for path in tmp_path.glob("*/log.jsonl")] == [1]
+
+
 def test_a_grid_killed_twice_ends_like_one_never_killed(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = [sys.executable, "-m", "nestling", "paper", "digits", "--network", "width-digits", "--strategy", "sgd"]
     words += ["--strategy", "osgd", "--seeds", "2", *(word for each in QUICK for word in ("--set", each))]
-    subprocess.run([*words, "--out", str(whole)], check=True, capture_output=True)
-    for lines in (1, 5):  # in the first run, and in the third
-        process = subprocess.Popen([*words, "--out", str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    results = ["--results", str(tmp_path / "results")]
+    subprocess.run([*words, "--out", str(whole), "--results", ""], check=True, capture_output=True)
+    moments = sorted(random.sample(range(1, 8), 2))  # of the eight epochs: in any of the four runs, or between two
+    for lines in moments:
+        process = subprocess.Popen(
+            [*words, *results, "--out", str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         until = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < until and logged(killed) < lines:
             time.sleep(0.005)
+        time.sleep(0.1 * random.random())
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    done = subprocess.run([*words, "--out", str(killed), "--json"], check=True, capture_output=True, text=True)
-    assert len(json.loads(done.stdout)["rows"]) == 6
-    assert without_origin(whole) == without_origin(killed)
+    done = subprocess.run(
+        [*words, *results, "--out", str(killed), "--json"], check=True, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == 6
+    assert without_origin(whole) == without_origin(killed), f"killed after {moments} epochs"
+    [path] = found["results"]
+    stored = read_csv(Path(path))
+    assert [each["error"] for each in stored] == [each["error"] for each in collect(sorted(killed.iterdir()))]
+    assert all(each["seed"] in (0, 1) and each["epochs"] == 2 for each in stored)
+    assert all(each["device"] and each["torch"] in each["versions"] and "python" in each["versions"] for each in stored)
+    show(found)
 
 
 def logged(folder: Path) -> int:
-    return sum(path.read_text().count("\n") for path in folder.glob("*/log.jsonl"))
+    return sum(path.read_text().count("\n") for path in [*folder.glob("*/log.jsonl"), *folder.glob("log.jsonl")])
 
 
 def without_origin(folder: Path) -> list[dict[str, object]]:

@@ -1,72 +1,106 @@
-"""The paper's experiments: its grid of runs, and our numbers beside its numbers.
+"""The paper's experiments: its grid of runs, its tables and figures, our numbers beside its numbers.
 
-grid.py knows which recipe stands behind each cell and trains it; results.py turns run folders into rows and compares.
+grid.py knows which recipe stands behind each cell and trains it; results.py turns run folders into rows and compares;
+tables.py, studies.py and pictures.py show them, and figures.py writes them up.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
 from nestling.errors import NestlingError
 from nestling.paper.grid import cells, train_cells
-from nestling.paper.results import collect, compare, write_csv
+from nestling.paper.results import collect, compare, store
+from nestling.paper.tables import LEGEND, tables, terminal
+
+WRITE_UP = ("figures", "profile")  # parts that train nothing
 
 
 def command(
-    table: str,
+    part: str,
     network: tuple[str, ...] = (),
     strategy: tuple[str, ...] = (),
+    scope: tuple[str, ...] = (),
+    order: tuple[str, ...] = (),
     seeds: int = 1,
     set: tuple[str, ...] = (),
     out: str = "runs/paper",
-    results: str = "",
+    results: str = "results",
+    page: str = "runs/figures.html",
+    data: str = "cifar10",
     beside: int = 3,
     minutes: float = 0.0,
     dry: bool = False,
 ) -> dict[str, Any]:
-    """Train a part of the paper's grid (skipping what is finished) and set the errors beside the paper's.
+    """Train a part of the paper's grid (skipping what is finished), or draw its tables and figures from what there is.
 
     Args:
-        table: table1, table2, table3, or digits for a small grid on the digits.
-        network: only these networks; may be repeated; by default all of the table.
+        part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); figures
+            draws all tables and figures, profile measures the latency of every network that has a finished run.
+        network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, greedy); may be repeated; by default all.
+        scope: osgd with these scopes (all, shared, block, tensor); may be repeated.
+        order: osgd with these priority orders, such as 3,1,2; may be repeated.
         seeds: runs of each cell.
-        set: change a field of every recipe, key=value; may be repeated.
+        set: change a field of every recipe, key=value; may be repeated. Figures show only runs that were so changed.
         out: folder of the run folders.
-        results: write one row per run and stage to this CSV file.
+        results: where one row per run and stage goes: a CSV file, or a folder of files named by data and device. Figures
+            read all files of this folder. Empty: nowhere.
+        page: where figures go: report.html also makes report.md and the folder report/ with the pictures.
+        data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
         dry: train nothing, only collect what is there.
     """
-    chosen = list(cells(table, network, strategy, seeds, set))
-    words = [f"nestling paper {table}"]
-    words += [f"--{key} {value}" for key, values in (("network", network), ("strategy", strategy)) for value in values]
-    words += [f"--seeds {seeds}", *(f"--set {each}" for each in set)]
+    if part in WRITE_UP:
+        return {"part": part, **write_up(part, out, results, page, strategy, data, set)}
+    chosen = list(cells(part, network, strategy, seeds, set, scope, order))
     if not dry:
-        train_cells(chosen, out, beside, 60 * minutes if minutes else float("inf"), " ".join(words))
+        options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
+        words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
+        train_cells(
+            chosen, out, beside, 60 * minutes if minutes else float("inf"), f"{' '.join(words)} --seeds {seeds}"
+        )
     rows = collect(Path(out) / name for name, _ in chosen)
     if not rows:
         raise NestlingError(
-            f"no run of {table} is finished in {out}; train some (without --dry), or give them more time."
+            f"no run of {part} is finished in {out}; train some (without --dry), or give them more time."
         )
-    if results:
-        write_csv(rows, Path(results))
-    return {"table": table, "runs": len(chosen), "results": results, "rows": compare(rows)}
+    files = store(rows, results) if results else []
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    means = {"rows": compare(rows), "top5": compare(rows, "top5")}
+    return {"part": part, "runs": len(chosen), "networks": networks, "results": files, **means}
 
 
-def show(result: dict[str, Any]) -> Table:
-    title = (
-        f"{result['table']}: error in %, ours beside the paper's (* = beyond two of the paper's standard deviations)"
-    )
-    table = Table("network", "strategy", "epochs", "size", "error %", "n", "paper", title=title)
-    last = None
-    for row in result["rows"]:
-        head = (row["network"], row["strategy"], str(row["epochs"]))
-        if last is not None and head != last:
-            table.add_section()
-        error = f"{row['error']:.2f}" + ("" if row["std"] is None else f" ± {row['std']:.2f}")
-        paper = "" if row["paper"] is None else f"{row['paper']:.1f}" + (" *" if row["beyond"] else "")
-        table.add_row(*(head if head != last else ("", "", "")), row["size"], error, str(row["n"]), paper)
-        last = head
-    return table
+def write_up(
+    part: str, out: str, results: str, page: str, strategy: tuple[str, ...], data: str, set: tuple[str, ...]
+) -> dict[str, Any]:
+    """What is done with runs that are there: draw them, or measure the latency of their networks."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NestlingError("figures need matplotlib, which is not installed; pip install 'nestling[report]'")
+    from nestling.paper import figures, studies  # here, because matplotlib may be missing and takes its time
+    from nestling.report.runs import find
+
+    if part == "profile":
+        return {"measured": studies.measure(find([out]))}
+    return figures.draw(out, results, page, strategy, data, set)
+
+
+def show(result: dict[str, Any]) -> Group:
+    """The tables, and where everything is."""
+    if result["part"] == "profile":
+        return Group(Text("\n".join(["measured:", *(result["measured"] or ["nothing: all networks have profiles"])])))
+    lines = [LEGEND]
+    if result["part"] == "figures":
+        lines.append(f"page: {result['report']}, {result['markdown']}, pictures in {result['pictures']}")
+        lines += [f"missing: {command}" for command in result["missing"]]
+    else:
+        lines += [f"rows are in {path}" for path in result["results"]]
+    shown = tables(result["rows"], result["top5"], result["networks"])
+    return Group(*(terminal(table) for table in shown), Text("\n".join(lines)))
+
+
+__all__ = ["command", "show"]

@@ -1,19 +1,23 @@
-"""The paper's grid of runs: which recipe stands behind each cell of its tables, and how to train a part of it.
+"""The paper's grid of runs: which recipe stands behind each cell of its tables and figures, and how to train a part of it.
 
-In: a table, networks, strategies, a number of seeds. Out: recipes with the folders they go to, and trained runs. What is
-finished is skipped, what was begun goes on. It draws nothing and compares nothing.
+In: a part of the grid, networks, strategies, scopes, priority orders, a number of seeds. Out: recipes with the folders they
+go to, and trained runs. What is finished is skipped, what was begun goes on. It draws nothing and compares nothing.
 """
 
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from nestling.errors import NestlingError, nearest
 from nestling.nets import plan
-from nestling.recipe import NetworkRecipe, Recipe, override
+from nestling.paper.results import ALONE, changes, strategy_name
+from nestling.recipe import NetworkRecipe, Recipe, hints, override, parsed
+from nestling.recipe import StrategyRecipe as Strategy
 from nestling.recipes import named
 from nestling.rundir import RECIPE, RESULTS, RunDir
 from nestling.train import train, train_side_by_side
@@ -27,50 +31,117 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
     },
     "table2": {"cascade-sparse98": "cifar10-cascade", "even-resnet42": "cifar10-even"},
     "table3": {"width-resnet50": "imagenet-width", "depth-sparse66": "imagenet-depth"},
-    "digits": {f"{kind}-digits": f"digits-{kind}" for kind in ("width", "depth", "even", "cascade")},
+    "digits": {
+        f"{kind}-digits": f"digits-{kind}" for kind in ("width", "depth", "even", "cascade", "alternate", "together")
+    },
 }
 # alone: the independent net of every size. Greedy last: it takes an epoch per stage for every epoch of the others.
-STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone", "greedy")
+STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", ALONE, "greedy")
+PRIORITISED = ("osgd", "osgd-norm")  # the strategies that have a scope and an order
+SCOPES: tuple[str, ...] = get_args(hints(Strategy)["scope"])
+# Studies of one network: its strategies. The paper does not say which network its priority figure shows.
+STUDIES = {"scopes": ("osgd",), "priorities": ("osgd", "sgd")}
+STUDIED = "width-resnet42"
+PARTS = (*TABLES, *STUDIES)
 
 
 def cells(
-    table: str, networks: tuple[str, ...], strategies: tuple[str, ...], seeds: int, changes: tuple[str, ...] = ()
+    part: str,
+    networks: Sequence[str],
+    strategies: Sequence[str],
+    seeds: int,
+    settings: Sequence[str] = (),
+    scopes: Sequence[str] = (),
+    orders: Sequence[str] = (),
 ) -> Iterator[tuple[str, Recipe]]:
     """Run name and recipe of every chosen cell, seed by seed, so that a first answer for all comes before a second."""
-    if table not in TABLES:
+    if part not in PARTS:
         raise NestlingError(
-            f"unknown table {table!r}; did you mean {nearest(table, TABLES)}? Known: {', '.join(TABLES)}."
+            f"unknown table {part!r}; did you mean {nearest(part, PARTS)}? Known: {', '.join(PARTS)}, figures, profile."
         )
+    known = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
+    default = (STUDIED,) if part in STUDIES else tuple(known)
+    for names, valid, what in ((strategies, STRATEGIES, "strategy"), (scopes, SCOPES, "scope")):
+        for name in names:
+            if name not in valid:
+                raise NestlingError(f"unknown {what} {name!r}; did you mean {nearest(name, valid)}?")
     for name in networks:
-        if name not in TABLES[table]:
-            raise NestlingError(f"{table} has no network {name!r}; it has {', '.join(TABLES[table])}.")
-    for name in strategies:
-        if name not in STRATEGIES:
-            raise NestlingError(f"unknown strategy {name!r}; did you mean {nearest(name, STRATEGIES)}?")
+        if name not in known:
+            raise NestlingError(f"{part} has no network {name!r}; it has {', '.join(known)}.")
     for seed in range(seeds):
-        for network in networks or tuple(TABLES[table]):
-            base = override(named(TABLES[table][network]), [f"train.seed={seed}", *changes])
-            for strategy in strategies or STRATEGIES:
-                yield from variants(network, strategy, seed, base)
+        for network in networks or default:
+            base = override(named(known[network]), [f"train.seed={seed}", *settings])
+            stages = len(plan(replace(base.network, alone=0)).heads)
+            chosen = [read_order(order, stages) for order in orders]
+            if part == "priorities" and not orders:
+                chosen = four_orders(stages)
+            wide = SCOPES if part == "scopes" and not scopes else scopes
+            for strategy in strategies or STUDIES.get(part, STRATEGIES):
+                for recipe in variants(base, strategy, stages, wide, chosen):
+                    yield run_name(recipe), recipe
 
 
-def variants(network: str, strategy: str, seed: int, base: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """One run, or for "alone" one run for every stage's size."""
-    if strategy != "alone":
-        kind: Any = strategy
-        yield f"{network}-{strategy}-seed{seed}", replace(base, strategy=replace(base.strategy, name=kind))
+def four_orders(stages: int) -> list[tuple[int, ...]]:
+    """Four priority orders, most important first: the paper's own, the stages between the first and the last ahead of
+    both, the last stage ahead of all, and the reverse."""
+    first, between, last = 1, range(2, stages), stages
+    rising = (*range(1, stages + 1),)
+    orders = [rising, (*between, first, last), (last, first, *between), rising[::-1]]
+    return list(dict.fromkeys(order for order in orders if len(set(order)) == stages))  # fewer for two stages
+
+
+def read_order(text: str, stages: int) -> tuple[int, ...]:
+    order: tuple[int, ...] = parsed(text, hints(Strategy)["order"], "--order")
+    if sorted(order) != list(range(1, stages + 1)):
+        raise NestlingError(f"--order {text} is no order of the stages; name each of 1 to {stages} once, such as 2,1,3")
+    return order
+
+
+def variants(
+    base: Recipe, strategy: str, stages: int, scopes: Sequence[str], orders: Sequence[tuple[int, ...]]
+) -> Iterator[Recipe]:
+    """One run; for "alone" one for every stage's size, for osgd one for every scope and order that was asked for."""
+    if strategy == ALONE:
+        for stage in range(1, stages + 1):
+            network = replace(base.network, alone=stage)
+            yield replace(base, network=network, strategy=Strategy("sgd"))
         return
-    for stage in range(1, len(plan(NetworkRecipe(name=network)).heads) + 1):
-        recipe = replace(base, network=NetworkRecipe(name=network, alone=stage))
-        yield f"{network}-alone{stage}-seed{seed}", replace(recipe, strategy=replace(base.strategy, name="sgd"))
+    kind: Any = strategy
+    if strategy not in PRIORITISED:
+        yield replace(base, strategy=replace(base.strategy, name=kind))
+        return
+    for scope in scopes or (base.strategy.scope,):
+        for order in orders or (base.strategy.order,):
+            usual = order == (*range(1, stages + 1),)  # then it is the run of table 1, and is not trained twice
+            seen: Any = scope
+            yield replace(base, strategy=replace(base.strategy, name=kind, scope=seen, order=() if usual else order))
+
+
+def run_name(recipe: Recipe) -> str:
+    """A folder's name that tells a run from every other of the grid, whatever was changed about its recipe."""
+    settings = [each.partition("=") for each in changes(recipe).split()]
+    changed = [f"{key.rpartition('.')[2]}-{re.sub('[^A-Za-z0-9.]+', '_', value)}" for key, _, value in settings]
+    kind = f"{strategy_name(recipe)}{recipe.network.alone or ''}"
+    return "-".join([recipe.network.name, kind, *changed, f"seed{recipe.train.seed}"])
+
+
+def sizes(network: str) -> tuple[tuple[str, int], ...]:
+    """Every stage's size and multiply-accumulates."""
+    found = plan(NetworkRecipe(name=network))
+    return tuple((size, found.macs(stage)) for stage, size in zip(found.answering, found.sizes, strict=True))
 
 
 def train_cells(chosen: list[tuple[str, Recipe]], out: str, beside: int, seconds: float, command: str) -> None:
     """Train what is not finished, `beside` runs at a time where there is a GPU, one after another elsewhere."""
+    until = time.monotonic() + seconds
     todo = [(recipe, str(Path(out) / name)) for name, recipe in chosen if not RunDir(Path(out) / name).has(RESULTS)]
-    if not torch.cuda.is_available():
-        for recipe, path in todo:
-            train(recipe, path, resume=(Path(path) / RECIPE).exists(), command=command, seconds=seconds)
-        return
-    for start in range(0, len(todo), beside):
-        train_side_by_side(todo[start : start + beside], command, seconds)
+    together = beside if torch.cuda.is_available() else 1
+    for start in range(0, len(todo), together):
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        if together > 1:
+            train_side_by_side(todo[start : start + together], command, left)
+        else:
+            recipe, path = todo[start]
+            train(recipe, path, resume=(Path(path) / RECIPE).exists(), command=command, seconds=left)

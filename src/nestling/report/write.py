@@ -23,7 +23,16 @@ from nestling.report.subject import Subject, subject
 def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
     """Read the runs, write everything, say where it is."""
     about = subject(families(find(runs)))
-    report = compose(about)
+    return {
+        **publish(compose(about), out),
+        "runs": [str(run.folder.path) for run in about.runs],
+        "headline": [headline(family) for family in about.families],
+        "deadlines": [row for family in about.mains for row in deadline_rows(family, about)],
+    }
+
+
+def publish(report: Report, out: Path) -> dict[str, Any]:
+    """Write a report as a page, as Markdown and as pictures, and say where they are."""
     folder = out.with_suffix("")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +49,6 @@ def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
         "report": str(out),
         "markdown": str(words),
         "pictures": str(folder),
-        "runs": [str(run.folder.path) for run in about.runs],
-        "headline": [headline(family) for family in about.families],
-        "deadlines": [row for family in about.mains for row in deadline_rows(family, about)],
     }
 
 

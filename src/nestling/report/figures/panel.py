@@ -4,6 +4,7 @@ Comes in: what a figure room draws on the axes, and the words a reader sees when
 Picture. Panels are small because a page can lay them side by side on a desk and below each other on a phone.
 """
 
+import copy
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +29,30 @@ class Panel:
     def __init__(self, width: float, height: float) -> None:
         self.figure = Figure(figsize=(width, height))
         self.tips: list[str] = []
+        self.place: Axes | None = None
 
     @property
     def axes(self) -> Axes:
-        """The panel's one axes."""
-        return self.figure.axes[0] if self.figure.axes else self.figure.add_subplot()
+        """The panel's one axes, or its place in a picture of several panels."""
+        return self.place or (self.figure.axes[0] if self.figure.axes else self.figure.add_subplot())
+
+    def split(self, columns: int) -> "list[Panel]":
+        """Panels side by side in one picture: each its own axes, one figure and one list of words."""
+        parts = []
+        for place in self.figure.subplots(1, columns, squeeze=False)[0]:
+            part = copy.copy(self)
+            part.place = place
+            parts.append(part)
+        return parts
 
     def tip(self, artist: Any, words: str) -> None:
         artist.set_gid(f"tip{len(self.tips)}")
         self.tips.append(words)
 
     def legend_below(self, columns: int) -> None:
-        self.figure.legend(loc="outside lower center", ncols=columns)
+        every = (axes.get_legend_handles_labels() for axes in self.figure.axes)
+        named = {label: handle for handles, labels in every for handle, label in zip(handles, labels, strict=True)}
+        self.figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)  # each label once
 
     def picture(self, name: str, title: str, caption: str) -> Picture:
         """Call it inside `panel`: fonts and colours are settled only when the figure is written."""

@@ -1,0 +1,129 @@
+"""`nestling paper figures`: the paper's tables and figures from whatever results exist, as a page, Markdown and pictures.
+
+In: a folder of CSV results, a folder of run folders. Out: the files, the means behind the tables, the deadline rows, and the
+command lines that would train what is missing. Drawing is pictures.py's, tables are tables.py's; this room puts them together.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import NestlingError, nearest
+from nestling.paper import pictures
+from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes
+from nestling.paper.pictures import VIEWS
+from nestling.paper.results import Row, collect, compare, less, merged, read_results
+from nestling.paper.studies import read_studies, store_studies, view_rows
+from nestling.paper.tables import LEGEND, label, missing, tables
+from nestling.recipe import show
+from nestling.report.content import Block, Note, Pictures, Report, Section, Text
+from nestling.report.runs import Run, find
+from nestling.report.write import publish
+from nestling.rundir import RECIPE
+
+SHOWN = ("osgd", "sgd")  # ways of training that the figures show, the paper's own first
+FIXED = "strategy.order="
+
+
+def draw(
+    runs: str, results: str, page: str, names: Sequence[str] = (), data: str = "cifar10", settings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Read everything, draw everything, write everything, and say what is missing.
+
+    `names`: the ways of training that the figures show. `settings`: only runs that were all trained with these changes.
+    """
+    if data not in VIEWS:
+        raise NestlingError(f"there are no figures of {data!r}; did you mean {nearest(data, VIEWS)}?")
+    names = tuple(names) or SHOWN
+    folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
+    rows = merged(read_results(Path(results)) if results else [], collect(folders))
+    shared = [{**row, "changes": less(row["changes"], settings)} for row in rows]
+    rows = [row for row in shared if row["changes"] is not None]
+    means = [{**row, "name": label(row)} for row in compare(rows)]
+    refuse_unknown(names, means)
+    parts = [part for part in TABLES if (part == "digits") == (data == "digits")]
+    orders, unordered = order_figure(means, data)
+    absent = [*(command for part in parts for command in missing(part, means)), *unordered]
+    absent = [" ".join([command, *(f"--set {each}" for each in settings)]) for command in absent]
+    networks = [network for part in parts for network in TABLES[part]]
+    study, drawn = deadlines(find(folders) if folders else [], results, names, settings, data)
+    top5 = compare(rows, "top5")
+    sections = (
+        Section("tables", "The tables, ours beside the paper's", (Text(LEGEND), *tables(means, top5, networks))),
+        Section("tradeoff", "Error against MACs", tradeoff(means, names, data)),
+        Section("deadlines", "Error under deadlines", drawn),
+        Section("priorities", "Priority orders", orders),
+        Section("missing", "What is missing", tuple(map(Note, absent)) or (Text("Nothing."),)),
+    )
+    count = len({tuple(row[key] for key in ("network", "strategy", "changes", "seed", "commit")) for row in rows})
+    lead = (
+        "“Orthogonalized SGD and Nested Architectures for Anytime Neural Networks” (ICML 2020): its tables and figures, "
+        f"made from {count} runs of ours. Every number is a row of a CSV file in the folder of results or a run folder."
+    )
+    files = publish(Report("The paper's experiments", lead, sections), Path(page))
+    return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
+
+
+def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:
+    known = {*SHOWN, *(row["name"] for row in means)}
+    for name in names:
+        if name not in known:
+            raise NestlingError(f"no results of {name!r}; did you mean {nearest(name, sorted(known))}?")
+
+
+def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[Block, ...]:
+    caption = (
+        f"Base: the paper's baselines (even-width for width, the cascade for the others), trained with {names[0]}. Oracle: "
+        "independent nets of the stages' sizes, of which the right one would have to be known beforehand. Bars: standard "
+        "deviation over runs. Crosses: the paper's own errors, at the costs of our drawing of its networks."
+    )
+    return (Pictures((pictures.tradeoffs(VIEWS[data], means, names, caption),)),)
+
+
+def deadlines(
+    runs: Sequence[Run], results: str, names: Sequence[str], settings: Sequence[str], data: str
+) -> tuple[list[Row], tuple[Block, ...]]:
+    """The rows of all three panels and the picture of them; what was computed is kept with the results."""
+    stored = (
+        [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)] if results else []
+    )
+    found = [view_rows(view, runs, names, settings, [] if settings else stored) for view in VIEWS[data]]
+    rows = [row for panel, _ in found for row in panel]
+    if results and rows and not settings:  # studies of a changed grid are drawn, not kept
+        store_studies(rows, Path(results))
+    largest = {row["network"]: row["deadlines_from"] for row in rows}
+    caption = (
+        "Seven deadlines from 0.5 to 1 times a mean latency, then none; without an answer in time, a random guess. "
+        "Latencies are a measured trace, input by input, on the device under each panel. "
+        + " ".join(f"{network}: deadlines from {text}." for network, text in largest.items())
+    )
+    picture = pictures.deadline_bars(VIEWS[data], [panel for panel, _ in found], [why for _, why in found], caption)
+    return rows, (Pictures((picture,)),)
+
+
+def order_figure(means: Sequence[Row], data: str) -> tuple[tuple[Block, ...], list[str]]:
+    """The network that was trained under most orders (the usual one, where none was), and the command that is missing."""
+    usual = STUDIED if data == "cifar10" else "width-digits"
+    alike = [network for table in TABLES.values() if usual in table for network in table]
+    network = max([usual, *alike], key=lambda name: len({row["name"] for row in means if turned(row, name)}))
+    orders = four_orders(len(sizes(network)))
+    lines = []
+    for order in orders:
+        name = "osgd" if order == orders[0] else f"osgd {FIXED}{show(order)}"
+        lines.append((f"osgd, order {show(order)}", of(means, network, name)))
+    lines.append(("sgd", of(means, network, "sgd")))
+    absent = [text for text, rows in lines if not rows]
+    caption = "Orders name stages, most important first; 1 first is the paper's usual order. " + ", ".join(
+        f"{text}: n = {min(row['n'] for row in rows)}" for text, rows in lines if rows
+    )
+    commands = [f"nestling paper priorities --network {network}"] if absent else []
+    return (Pictures((pictures.priorities(network, lines, absent, caption),)),), commands
+
+
+def turned(row: Row, network: str) -> bool:
+    return bool(row["network"] == network and row["strategy"] == "osgd" and row["changes"].startswith(FIXED))
+
+
+def of(means: Sequence[Row], network: str, name: str) -> list[Row]:
+    found = [row for row in means if row["network"] == network and row["name"] == name]
+    return sorted(found, key=lambda row: int(row["stage"]))
