@@ -14,7 +14,7 @@ from nestling.recipe import override
 from nestling.recipes import named
 from nestling.rundir import RunDir
 from nestling.train import Training
-from nestling.train.loop import join_ranks
+from nestling.train.run import join_ranks
 
 SETTINGS = ("train.epochs=2", "train.batch=128", "data.limit=512", "train.diagnostics=false", "data.augment=false")
 

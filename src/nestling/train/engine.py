@@ -1,20 +1,23 @@
 """Engines: how the steps of an epoch are carried out. The step itself is the same in both.
 
 `Eager` calls it batch by batch, on any device, from any split. `Graph` captures one whole step on CUDA (fetching and
-augmenting the batch, forward, backward, combining, update) and replays it: no Python, no waiting between steps. Both
-leave every step's losses in a tensor on the device. Engines know neither files nor schedules; rates come in as numbers.
+augmenting the batch, forward, backward, combining, update) and replays it on a stream of its own: no Python, no waiting
+between steps nor between epochs. Both leave an epoch's losses in a tensor on the device; what is to be done between two
+epochs belongs in their `lane`. Engines know neither files nor schedules; rates come in as numbers.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from nestling.data import MemorySplit, Split
-from nestling.data.augment import augment
+from nestling.data.augment import augment, draws
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
 from nestling.recipe import Recipe
+from nestling.train.progress import Startup
 from nestling.train.step import Step
 
 
@@ -41,11 +44,15 @@ class Eager:
             yield index
         self.losses = torch.stack(kept)
 
+    def lane(self) -> AbstractContextManager[None]:
+        """Where work between two epochs takes its place in the device's order: just here."""
+        return nullcontext()
+
 
 class Graph:
     """One captured step, replayed. Needs CUDA and images that lie in its memory."""
 
-    def __init__(self, step: Step, split: MemorySplit, batch: int) -> None:
+    def __init__(self, step: Step, split: MemorySplit, batch: int, startup: Startup | None = None) -> None:
         self.step, self.split, self.batch = step, split, batch
         self.steps = steps_per_epoch(split, batch)
         device = split.images.device
@@ -58,7 +65,7 @@ class Graph:
         self.losses = torch.zeros(self.steps, stages, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.stream = torch.cuda.Stream(device)
-        self.graph = self._capture()
+        self.graph = self._capture(startup or Startup())
 
     def _batch(self) -> Tensor:
         """The step that is captured: everything it needs is found through the counter, on the device."""
@@ -73,40 +80,54 @@ class Graph:
         self.counter += 1
         return losses
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """Warm up (libraries choose their kernels), put everything back, capture."""
+    def _capture(self, startup: Startup) -> torch.cuda.CUDAGraph:
+        """Warm up (kernels are compiled and chosen), put everything back, capture; put it back also where that fails."""
         torch.backends.cudnn.benchmark = True  # shapes never change: let cuDNN try its kernels once
         before = snapshot(self.step)
         self.stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
-            for _ in range(3):
+            try:
+                for name in ("compile", "warm up", "warm up"):
+                    with startup.step(name):
+                        self.counter.zero_()
+                        self._batch()
+                        self.stream.synchronize()
+                restore(self.step, before)
                 self.counter.zero_()
-                self._batch()
-            restore(self.step, before)
-            self.counter.zero_()
-            self.stream.synchronize()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self._batch()
-            restore(self.step, before)
-            self.counter.zero_()
+                self.stream.synchronize()
+                with startup.step("capture"), torch.cuda.graph(graph, stream=self.stream):
+                    self._batch()
+            finally:
+                restore(self.step, before)
+                self.counter.zero_()
         self.stream.synchronize()
         return graph
 
     def epoch(self, generator: torch.Generator, rates: list[float]) -> Iterator[int]:
-        drawn = self.split.epoch(generator)
+        """Queue one epoch, yielding after every step; afterwards `losses` is (steps, stages), in the order of the lane.
+
+        The epoch before may still be running: random numbers and rates come from pinned memory, in the lane, too.
+        """
+        drawn = draws(len(self.split), generator, self.split.pad, self.split.flip)
         n = self.steps * self.batch
-        with torch.cuda.stream(self.stream):
-            self.order.copy_(drawn.order[:n].view_as(self.order))
-            self.offsets.copy_(drawn.offsets[:n].view_as(self.offsets))
-            self.flips.copy_(drawn.flips[:n].view_as(self.flips))
-            self.rates.copy_(torch.tensor(rates))
+        with self.lane():
+            for here, there in (
+                (self.order, drawn.order[:n]),
+                (self.offsets, drawn.offsets[:n]),
+                (self.flips, drawn.flips[:n]),
+                (self.rates, torch.tensor(rates)),
+            ):
+                here.copy_(there.view_as(here).pin_memory(), non_blocking=True)
             self.counter.zero_()
         for index in range(self.steps):
-            with torch.cuda.stream(self.stream):
+            with self.lane():
                 self.graph.replay()
             yield index
-        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Where work between two epochs takes its place in the device's order: this engine's own stream."""
+        return torch.cuda.stream(self.stream)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -169,8 +190,8 @@ def kind(recipe: Recipe, device: torch.device, split: Split) -> str:
     return "eager" if against or recipe.train.engine == "eager" else "graph"
 
 
-def start(name: str, step: Step, split: Split, batch: int) -> "Eager | Graph":
+def start(name: str, step: Step, split: Split, batch: int, startup: Startup | None = None) -> "Eager | Graph":
     if name == "graph":
         assert isinstance(split, MemorySplit)
-        return Graph(step, split, batch)
+        return Graph(step, split, batch, startup)
     return Eager(step, split, batch)

@@ -1,12 +1,11 @@
-"""Training: a recipe becomes a run folder. Any network of the registry, any strategy, resumable at every epoch.
+"""One run in progress, epoch by epoch, resumable after each. Any network of the registry, any strategy.
 
-In: a recipe and a folder. Out: weights, log, results and a checkpoint in that folder. Everything random comes from the
+In: a recipe and a run folder. Out: weights, log, results and a checkpoint in that folder. Everything random comes from the
 recipe's seed and the number of the epoch, so a resumed run goes on bit for bit (on a CPU). What happens to a batch is
-step.py's business, how batches are driven is engine.py's; reports are made elsewhere, from the folder alone.
+step.py's business, how batches are driven is engine.py's, what a device can do device.py's; run.py begins and ends runs.
 """
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 from nestling import evaluate
@@ -22,63 +20,116 @@ from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
-from nestling.recipe import Recipe, override
-from nestling.recipes import named
-from nestling.rundir import CHECKPOINT, RESULTS, RunDir
-from nestling.train import engine, progress
+from nestling.recipe import Recipe
+from nestling.rundir import CHECKPOINT, RunDir
+from nestling.train import engine
 from nestling.train.board import Board
+from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
+from nestling.train.ended import Ended, Moment, leaving
+from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
-
-
-def pick_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise NestlingError("train.device=cuda, but torch sees no CUDA device here; use train.device=auto or cpu.")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 class Training:
     """One run in progress. `epochs()` does the work; everything that has to survive a kill goes through `run`."""
 
-    def __init__(self, recipe: Recipe, run: RunDir, data: DataSet | None = None, until: float = float("inf")) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDir,
+        data: DataSet | None = None,
+        until: float = float("inf"),
+        startup: Startup | None = None,
+    ) -> None:
         """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch."""
-        self.recipe, self.run, self.until = recipe, run, until
-        self.device = pick_device(recipe.train.device)
-        self.data = data or load(recipe.data, self.device)
-        seed = torch.Generator().manual_seed(recipe.train.seed)
-        net = build(recipe.network, classes=len(self.data.classes), shape=self.data.shape, generator=seed)
-        memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
-        self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
-        self.optimizer = make_optimizer(self.net, recipe, self.device)
-        self.engine = engine.kind(recipe, self.device, self.data.train)
-        self.step = Step(self.net, self.optimizer, recipe, compiled=self.engine == "graph" and recipe.train.compile)
+        self.recipe, self.run, self.until, self.startup = recipe, run, until, startup or Startup()
+        with self.startup.step("device"):
+            self.device = pick_device(recipe.train.device)
+        self.able = recipe  # as this device can carry it out
+        if self.device.type == "cuda":
+            cache_kernels()
+            self.able, given_up = able(recipe)
+            for message in given_up:
+                say_once(message)
+        if data is None:
+            with self.startup.step("data"):
+                data = load(recipe.data, self.device)
+        self.data = data
+        with self.startup.step("network"):
+            seed = torch.Generator().manual_seed(recipe.train.seed)
+            net = build(recipe.network, classes=len(self.data.classes), shape=self.data.shape, generator=seed)
+            memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
+            self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
+            self.optimizer = make_optimizer(self.net, recipe, self.device)
+            self.engine = engine.kind(recipe, self.device, self.data.train)
+            self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
         # Greedy training gives every stage the recipe's epochs, one stage after another.
         self.total = recipe.train.epochs * (len(net.plan.heads) if self.step.greedy else 1)
-        self.done = 0  # epochs
+        self.done = 0  # epochs whose line is in the log
+        self.saved = 0  # epochs of the newest checkpoint
         self.newest: dict[str, Any] = {}  # line of the log
         self.answers: tuple[Tensor, Tensor] | None = None  # the newest logits and labels of the test split
         self.board = Board(run.path) if recipe.train.tensorboard else None
         self.main = main_rank()
 
-    def epochs(self) -> Iterator[tuple[int, int]]:
-        """Train to the end, yielding (epoch, step) as it goes, so that a caller can show progress or take turns."""
+    def make_step(self, compiled: bool) -> Step:
+        self.compiled = compiled
+        return Step(self.net, self.optimizer, self.able, compiled=compiled)
+
+    def start(self) -> "engine.Eager | engine.Graph":
+        """The engine, started. Where compiling or capturing fails, the next simpler way, and it is said once."""
         train = self.recipe.train
-        driver = engine.start(self.engine, self.step, self.data.train, train.batch)
+        while True:
+            try:
+                return engine.start(self.engine, self.step, self.data.train, train.batch, self.startup)
+            except Exception as error:
+                last = self.engine == "eager" or (not self.compiled and train.engine == "graph")
+                if last or isinstance(error, NestlingError) or lacks_memory(error):
+                    raise
+                what, way = (
+                    ("compiled", "uncompiled") if self.compiled else ("captured in a CUDA graph", "step by step")
+                )
+                say_once(f"the training step could not be {what} ({first_line(error)}); going on {way}, slower.")
+                average = self.step.average
+                self.engine = "graph" if self.compiled else "eager"
+                self.step = self.make_step(compiled=False)
+                self.step.average = average
+
+    def epochs(self, beside: int = 1) -> Iterator[tuple[int, int]]:
+        """Train to the end, yielding (epoch, step) as it goes, so that a caller can show progress or take turns.
+
+        With a graph the next epoch is queued before the numbers of the last are back: neither this run nor any of those
+        `beside` it (so many in all) waits for a log or a checkpoint to be written. Both come out as if they had waited.
+        """
+        with memory_explained(self.recipe, lambda: kept(self.run), beside):
+            yield from self._epochs()
+
+    def _epochs(self) -> Iterator[tuple[int, int]]:
+        train = self.recipe.train
+        driver = self.start()
         self.steps = driver.steps
+        ahead = self.engine == "graph" and not train.diagnostics  # diagnostics are of the newest step alone
+        waiting: Ended | None = None
         for epoch in range(self.done, self.total):
-            started = time.perf_counter()
             self.step.begin(epoch)
             rates = epoch_rates(train, epoch % train.epochs, driver.steps)
+            with driver.lane():
+                began = Moment(self.device)
             for index in driver.epoch(epoch_generator(train.seed, epoch), rates):
                 yield epoch, index
-            losses = averaged(driver.losses).cpu()  # the only wait for the device in an epoch
-            seconds = time.perf_counter() - started
-            self.refuse_nan(losses, epoch, driver.steps)
-            self.done = epoch + 1
-            self.share_statistics()
-            if self.main:
-                self.record(epoch, rates[-1], losses, seconds)
-            if time.monotonic() > self.until and not self.finished:
+                if waiting is not None and waiting.home.reached():
+                    self.record(waiting)
+                    waiting = None
+            if waiting is not None:
+                self.record(waiting)
+            with driver.lane():
+                waiting = self.close(epoch, rates[-1], began, averaged(driver.losses))
+            over = time.monotonic() > self.until
+            if over or not ahead or epoch + 1 == self.total:
+                self.record(waiting)
+                waiting = None
+            if over and not self.finished:
                 if self.main:
                     self.save()
                 return
@@ -87,22 +138,40 @@ class Training:
     def finished(self) -> bool:
         return self.done == self.total
 
-    def record(self, epoch: int, rate: float, losses: Tensor, seconds: float) -> None:
-        """One line in the log, then (so that a kill between the two loses nothing) the checkpoint."""
-        train = self.recipe.train
-        last = self.finished
-        line: dict[str, Any] = {
-            "epoch": self.done,
-            "lr": rate,
-            "seconds": round(seconds, 3),
-            "images_per_second": round(len(losses) * train.batch / seconds, 1),
-            "train_loss": [round(x, 6) for x in losses.double().mean(0).tolist()],
-        }
-        if last or self.done % train.evaluate_every == 0:
+    def close(self, epoch: int, rate: float, began: Moment, losses: Tensor) -> Ended:
+        """Queue, behind an epoch's steps, all that has to be known of it: nothing here waits for the device."""
+        train, done = self.recipe.train, epoch + 1
+        trained = Moment(self.device)
+        self.share_statistics()
+        test: Tensor | None = None
+        state: dict[str, Tensor] = {}
+        if self.main and (done == self.total or done % train.evaluate_every == 0):
             with self.step.average.applied() if self.step.average else nullcontext():
                 logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
-            line["test_error"] = [round(x, 6) for x in evaluate.errors(logits, labels).tolist()]
-            line["test_loss"] = [round(float(torch.nn.functional.cross_entropy(stage, labels)), 6) for stage in logits]
+            test_losses = [torch.nn.functional.cross_entropy(stage, labels) for stage in logits]
+            test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
+        if self.main and (done == self.total or done % train.checkpoint_every == 0):
+            state = {name: leaving(tensor) for name, tensor in self.state().items()}
+        read = leaving(losses)
+        return Ended(epoch, rate, began, trained, Moment(self.device), read, test, state)
+
+    def record(self, ended: Ended) -> None:
+        """One line in the log, then (so that a kill between the two loses nothing) the checkpoint."""
+        ended.home.wait()
+        train = self.recipe.train
+        self.refuse_nan(ended.losses, ended.epoch)
+        self.done = ended.epoch + 1
+        if not self.main:
+            return
+        line: dict[str, Any] = {
+            "epoch": self.done,
+            "lr": ended.rate,
+            "seconds": round(ended.seconds, 3),
+            "images_per_second": round(len(ended.losses) * train.batch / ended.seconds, 1),
+            "train_loss": [round(x, 6) for x in ended.losses.double().mean(0).tolist()],
+        }
+        if ended.test is not None:
+            line["test_error"], line["test_loss"] = ([round(x, 6) for x in row] for row in ended.test.tolist())
         if train.diagnostics and self.step.report is not None:
             numbers = self.step.report.numbers()  # of the epoch's last step
             line["cosines"], line["weights"] = numbers["cosines"], numbers["weights"]
@@ -110,8 +179,8 @@ class Training:
         self.newest = {**self.newest, **line}
         if self.board is not None:
             self.board.add(line)
-        if last or self.done % train.checkpoint_every == 0:
-            self.save()
+        if ended.state:
+            self.save(ended.state)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 
@@ -125,8 +194,11 @@ class Training:
             found |= {f"average.{key}": value for key, value in self.step.average.kept.items()}
         return found
 
-    def save(self) -> None:
-        self.run.save_checkpoint(self.state(), {"epoch": self.done, "recipe": dataclasses.asdict(self.recipe)})
+    def save(self, state: dict[str, Tensor] | None = None) -> None:
+        """Write a checkpoint of the epochs done: of `state`, or of the tensors as they are."""
+        found = self.state() if state is None else state
+        self.run.save_checkpoint(found, {"epoch": self.done, "recipe": dataclasses.asdict(self.recipe)})
+        self.saved = self.done
 
     def restore(self) -> None:
         """Go on where the run's checkpoint stands; from the beginning if there is none yet."""
@@ -146,7 +218,7 @@ class Training:
             if self.step.average:
                 for key, kept in self.step.average.kept.items():
                     kept.copy_(tensors[f"average.{key}"])
-            self.done = int(meta["epoch"])
+            self.done = self.saved = int(meta["epoch"])
         if self.main:
             self.run.truncate_log(self.done)
 
@@ -161,16 +233,15 @@ class Training:
                     dist.all_reduce(buffer, group=group)
                     buffer /= group.size()
 
-    def refuse_nan(self, losses: Tensor, epoch: int, steps: int) -> None:
+    def refuse_nan(self, losses: Tensor, epoch: int) -> None:
         bad = torch.nonzero(~torch.isfinite(losses))
         if len(bad):
             step, task = bad[0].tolist()
-            kept = (
-                f"the checkpoint of epoch {self.done} is kept" if self.run.has(CHECKPOINT) else "nothing was saved yet"
-            )
+            kept = f"the checkpoint of epoch {self.saved} is kept" if self.saved else "nothing was saved yet"
             raise NestlingError(
-                f"the loss of stage {task + 1} became {losses[step, task].item()} at step {epoch * steps + step + 1} "
-                f"(epoch {epoch + 1}); {kept}. Lower train.lr, set train.clip, or use strategy.name=osgd-norm."
+                f"the loss of stage {task + 1} became {losses[step, task].item()} at step "
+                f"{epoch * self.steps + step + 1} (epoch {epoch + 1}); {kept}. Lower train.lr, set train.clip, or use "
+                "strategy.name=osgd-norm."
             )
 
     def finish(self) -> dict[str, Any]:
@@ -222,134 +293,8 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     )
 
 
-def prepare(
-    recipe: Recipe,
-    path: str,
-    resume: bool,
-    command: str,
-    data: DataSet | None = None,
-    until: float = float("inf"),
-) -> Training | None:
-    """A Training over its run folder, new or resumed; None when the run is finished already."""
-    main = main_rank()
-    run = RunDir.open(path) if resume else RunDir.create(path) if main else RunDir(path)
-    if resume:
-        found = run.read_recipe()
-        if found != recipe:
-            raise NestlingError(
-                f"{run.path} was trained with another recipe ({first_difference(found, recipe)}); "
-                "resume with the recipe it began with, or train into a new folder."
-            )
-        if run.has(RESULTS):
-            return None
-    elif main:
-        run.write_recipe(recipe)
-    training = Training(recipe, run, data, until)
-    if main:
-        run.write_provenance(command, str(training.device), resumed=resume)
-    if resume:
-        training.restore()
-    return training
-
-
-def first_difference(found: Recipe, given: Recipe) -> str:
-    old, new = (flat(dataclasses.asdict(each)) for each in (found, given))
-    key = next(key for key in old if old[key] != new[key])
-    return f"{key} was {old[key]!r}, now {new[key]!r}"
-
-
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
-
-
-def train(
-    recipe: Recipe,
-    path: str,
-    resume: bool = False,
-    command: str = "nestling.train",
-    quiet: bool = False,
-    seconds: float = float("inf"),
-) -> dict[str, Any]:
-    """Train one recipe into a run folder (or go on with it) and return its results; {} if time was up before."""
-    until = time.monotonic() + seconds
-    join_ranks()
-    training = prepare(recipe, path, resume, command, until=until)
-    if training is None:
-        return dict(RunDir.open(path).read_json(RESULTS))
-    with progress.bar(recipe.name, quiet or not training.main) as shown:
-        for epoch, index in training.epochs():
-            shown(training, epoch, index)
-    found = training.finish() if training.main and training.finished else {}
-    if dist.is_initialized():
-        dist.barrier()  # the others wait for the one that evaluates
-    return found
-
-
-def train_side_by_side(
-    recipes: list[tuple[Recipe, str]], command: str = "nestling.train", seconds: float = float("inf")
-) -> list[dict[str, Any]]:
-    """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
-
-    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
-    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call. Returns the
-    results of the runs that are finished.
-    """
-    until = time.monotonic() + seconds
-    trainings = []
-    data: dict[Any, DataSet] = {}
-    for recipe, path in recipes:
-        begun = RunDir(path).has("recipe.json")
-        key = (recipe.data, recipe.train.device)
-        if key not in data:
-            data[key] = load(recipe.data, pick_device(recipe.train.device))
-        trainings.append(prepare(recipe, path, begun, command, data[key], until))
-    turns = [(training, training.epochs()) for training in trainings if training is not None]
-    with progress.bar(f"{len(turns)} runs", quiet=False) as shown:
-        while turns:
-            for training, turn in list(turns):
-                at = next(turn, None)
-                if at is None:
-                    if training.finished:
-                        training.finish()
-                    turns = [other for other in turns if other[0] is not training]
-                elif training is turns[0][0]:
-                    shown(training, *at)
-    runs = [RunDir.open(path) for _, path in recipes]
-    return [dict(run.read_json(RESULTS)) for run in runs if run.has(RESULTS)]
-
-
-def join_ranks() -> None:
-    """Join the other processes when started by torchrun."""
-    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def command(
-    recipe: str, out: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
-) -> dict[str, Any]:
-    """Train a recipe into a run folder, or go on with one that was stopped.
-
-    Args:
-        recipe: a recipe's name, or a recipe.json.
-        out: the run's folder; by default runs/RECIPE.
-        set: change a field, key=value, for example train.epochs=3; may be repeated.
-        resume: the folder of a run to go on with.
-        minutes: stop at the end of an epoch after so many minutes, to be resumed later; 0 means never.
-        quiet: no progress bar.
-    """
-    chosen = override(named(recipe), set)
-    path = resume or out or f"runs/{chosen.name}"
-    words = " ".join(["nestling train", recipe, *(f"--set {each}" for each in set)])
-    seconds = 60 * minutes if minutes else float("inf")
-    found = train(chosen, path, bool(resume), words, quiet, seconds)
-    spectator = dist.is_torchelastic_launched() and os.environ.get("RANK") != "0"
-    return {} if spectator else {"run": path, **found}
-
-
-def show(result: dict[str, Any]) -> Table:
-    if "stages" in result:
-        return evaluate.show(result)
-    return Table(f"stopped when time was up; go on with --resume {result['run']}")
+def kept(run: RunDir) -> str:
+    """What a run that stops now has in its folder, as a sentence."""
+    if not run.has(CHECKPOINT):
+        return "Nothing had been saved yet."
+    return f"Nothing saved is lost: --resume {run.path} goes on from its last checkpoint."

@@ -1,26 +1,82 @@
-"""What a person sees while a run trains: a bar with each stage's error, images per second and the time left.
+"""What a person sees of a run: the steps of its start with their seconds, then a bar with each stage's error and speed.
 
-In: a Training, epoch and step. Out: a live line on stderr. It only reads; nothing depends on it.
+In: names of steps, a Training, epoch and step. Out: a live line on stderr, and one line when the start is over. It only
+reads; nothing depends on it.
 """
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 INTERVAL = 0.1  # seconds between updates: a bar must not slow the loop
+LONG = 5.0  # seconds of starting that are worth a line of their own
+
+
+class Startup:
+    """The named steps before the first batch: told to whoever shows them, and how long each took."""
+
+    def __init__(
+        self, tell: Callable[[str], None] = lambda text: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.tell, self.clock = tell, clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        self.tell(name)
+        started = self.clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - started
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= 0.05)
+        return f"started in {sum(self.seconds.values()):.1f} s ({steps})"
+
+
+class Shown:
+    """Where a run tells how far it is. `startup` while it starts; called after every step."""
+
+    def __init__(self, live: Progress | None = None, name: str = "") -> None:
+        self.live, self.last, self.started = live, 0.0, False
+        self.startup = Startup(self.starting)
+        self.task = live.add_task(name, total=None, now="starting") if live is not None else None
+
+    def starting(self, step: str) -> None:
+        if self.live is not None and self.task is not None:
+            self.live.update(self.task, now=f"starting: {step}")
+
+    def __call__(self, training: Any, epoch: int, index: int) -> None:
+        if self.live is None or self.task is None:
+            return
+        now = time.monotonic()
+        if not self.started:
+            self.started = True
+            if sum(self.startup.seconds.values()) >= LONG:
+                self.live.console.print(str(self.startup), markup=False, highlight=False)
+        if now - self.last < INTERVAL:
+            return
+        self.last = now
+        done, epochs = epoch * training.steps + index + 1, training.total
+        self.live.update(self.task, total=epochs * training.steps, completed=done, now=state(training, epoch, epochs))
 
 
 @contextmanager
-def bar(name: str, quiet: bool) -> Iterator[Callable[[Any, int, int], None]]:
-    """A function to call after every step."""
+def bar(name: str, quiet: bool) -> Iterator[Shown]:
+    """A live line for one run, or for several side by side; nothing at all when quiet."""
     if quiet:
-        yield lambda training, epoch, index: None
+        yield Shown()
         return
     columns = (
+        SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[now]}"),
@@ -28,18 +84,7 @@ def bar(name: str, quiet: bool) -> Iterator[Callable[[Any, int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as live:
-        task = live.add_task(name, total=None, now="starting")
-        last = [0.0]
-
-        def shown(training: Any, epoch: int, index: int) -> None:
-            now = time.monotonic()
-            if now - last[0] < INTERVAL:
-                return
-            last[0] = now
-            done, epochs = epoch * training.steps + index + 1, training.total
-            live.update(task, total=epochs * training.steps, completed=done, now=state(training, epoch, epochs))
-
-        yield shown
+        yield Shown(live, name)
 
 
 def state(training: Any, epoch: int, epochs: int) -> str:
@@ -52,3 +97,15 @@ def state(training: Any, epoch: int, epochs: int) -> str:
             text += "  error " + " ".join(f"{100 * error:.1f}" for error in errors) + " %"
         text += f"  {line['images_per_second']:,.0f} img/s"
     return text
+
+
+def since_process_began() -> float:
+    """Seconds this process has run, when it is our own command (then they went into imports) and Linux tells; else 0."""
+    if Path(sys.argv[0]).name not in ("nestling", "__main__.py"):
+        return 0.0
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        now = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, now - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0

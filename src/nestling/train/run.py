@@ -1,0 +1,165 @@
+"""Runs from beginning to end: one, or several side by side on one GPU, new or resumed; and the command `nestling train`.
+
+In: recipes and folders. Out: finished run folders and their results. How an epoch is trained is loop.py's business.
+"""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from nestling import evaluate
+from nestling.data import DataSet, load
+from nestling.errors import NestlingError
+from nestling.recipe import Recipe, override
+from nestling.recipes import named
+from nestling.rundir import RESULTS, RunDir
+from nestling.train import progress
+from nestling.train.device import memory_explained, pick_device
+from nestling.train.loop import Training, kept, main_rank
+from nestling.train.progress import Startup
+
+
+def prepare(
+    recipe: Recipe,
+    path: str,
+    resume: bool,
+    command: str,
+    data: DataSet | None = None,
+    until: float = float("inf"),
+    startup: Startup | None = None,
+    beside: int = 1,
+) -> Training | None:
+    """A Training over its run folder, new or resumed; None when the run is finished already."""
+    main = main_rank()
+    run = RunDir.open(path) if resume else RunDir.create(path) if main else RunDir(path)
+    if resume:
+        found = run.read_recipe()
+        if found != recipe:
+            raise NestlingError(
+                f"{run.path} was trained with another recipe ({first_difference(found, recipe)}); "
+                "resume with the recipe it began with, or train into a new folder."
+            )
+        if run.has(RESULTS):
+            return None
+    elif main:
+        run.write_recipe(recipe)
+    with memory_explained(recipe, lambda: kept(run), beside):
+        training = Training(recipe, run, data, until, startup)
+        if main:
+            run.write_provenance(command, str(training.device), resumed=resume)
+        if resume:
+            training.restore()
+    return training
+
+
+def first_difference(found: Recipe, given: Recipe) -> str:
+    old, new = (flat(dataclasses.asdict(each)) for each in (found, given))
+    key = next(key for key in old if old[key] != new[key])
+    return f"{key} was {old[key]!r}, now {new[key]!r}"
+
+
+def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found
+
+
+def train(
+    recipe: Recipe,
+    path: str,
+    resume: bool = False,
+    command: str = "nestling.train",
+    quiet: bool = False,
+    seconds: float = float("inf"),
+    imports: float = 0.0,
+) -> dict[str, Any]:
+    """Train one recipe into a run folder (or go on with it) and return its results; {} if time was up before.
+
+    `imports`: seconds already gone before this call, to be shown as part of the start."""
+    until = time.monotonic() + seconds
+    join_ranks()
+    with progress.bar(recipe.name, quiet or not main_rank()) as shown:
+        shown.startup.seconds["import"] = imports
+        training = prepare(recipe, path, resume, command, until=until, startup=shown.startup)
+        if training is None:
+            return dict(RunDir.open(path).read_json(RESULTS))
+        for epoch, index in training.epochs():
+            shown(training, epoch, index)
+    found = training.finish() if training.main and training.finished else {}
+    if dist.is_initialized():
+        dist.barrier()  # the others wait for the one that evaluates
+    return found
+
+
+def train_side_by_side(
+    recipes: list[tuple[Recipe, str]], command: str = "nestling.train", seconds: float = float("inf")
+) -> list[dict[str, Any]]:
+    """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
+
+    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
+    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call. Returns the
+    results of the runs that are finished.
+    """
+    until = time.monotonic() + seconds
+    data: dict[Any, DataSet] = {}
+    with progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
+        trainings = []
+        for recipe, path in recipes:
+            begun = RunDir(path).has("recipe.json")
+            key = (recipe.data, recipe.train.device)
+            if key not in data:
+                with shown.startup.step("data"):
+                    data[key] = load(recipe.data, pick_device(recipe.train.device))
+            trainings.append(prepare(recipe, path, begun, command, data[key], until, shown.startup, len(recipes)))
+        turns = [(training, training.epochs(len(recipes))) for training in trainings if training is not None]
+        while turns:
+            places = [(training, turn, next(turn, None)) for training, turn in turns]
+            for training, _, place in places:
+                if place is None and training.finished:
+                    training.finish()
+            going = [(training, turn, place) for training, turn, place in places if place is not None]
+            turns = [(training, turn) for training, turn, _ in going]
+            for training, _, place in going[:1]:
+                shown(training, *place)
+    runs = [RunDir.open(path) for _, path in recipes]
+    return [dict(run.read_json(RESULTS)) for run in runs if run.has(RESULTS)]
+
+
+def join_ranks() -> None:
+    """Join the other processes when started by torchrun."""
+    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def command(
+    recipe: str, out: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
+) -> dict[str, Any]:
+    """Train a recipe into a run folder, or go on with one that was stopped.
+
+    Args:
+        recipe: a recipe's name, or a recipe.json.
+        out: the run's folder; by default runs/RECIPE.
+        set: change a field, key=value, for example train.epochs=3; may be repeated.
+        resume: the folder of a run to go on with.
+        minutes: stop at the end of an epoch after so many minutes, to be resumed later; 0 means never.
+        quiet: no progress bar.
+    """
+    chosen = override(named(recipe), set)
+    path = resume or out or f"runs/{chosen.name}"
+    words = " ".join(["nestling train", recipe, *(f"--set {each}" for each in set)])
+    seconds = 60 * minutes if minutes else float("inf")
+    found = train(chosen, path, bool(resume), words, quiet, seconds, progress.since_process_began())
+    spectator = dist.is_torchelastic_launched() and os.environ.get("RANK") != "0"
+    return {} if spectator else {"run": path, **found}
+
+
+def show(result: dict[str, Any]) -> Table:
+    if "stages" in result:
+        return evaluate.show(result)
+    return Table(f"stopped when time was up; go on with --resume {result['run']}")
