@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestling.errors import NestlingError
-from nestling.evaluate import BINS, calibration, command, errors, gallery, judge
+from nestling.evaluate import BINS, calibration, command, errors, gallery, judge, top5
 from nestling.nets import plan
 from nestling.recipe import NetworkRecipe, override
 from nestling.recipes import named
@@ -29,6 +29,12 @@ def test_errors_and_transitions_by_hand() -> None:
     first, second = found["transitions"]
     assert (first["repaired"], first["broken"]) == (0.25, 0.25)
     assert (second["repaired"], second["broken"]) == (0.25, 0.0)
+
+
+def test_top_5_errors_by_hand() -> None:
+    logits = torch.arange(12.0).repeat(3, 1)  # the five likeliest classes are 7 to 11
+    assert top5(logits, torch.tensor([11, 7, 6])) == {"top5": pytest.approx(1 / 3)}
+    assert top5(logits[:, :10], torch.tensor([9, 7, 6])) == {}, "of ten classes five are half"
 
 
 def test_calibration_by_hand() -> None:

@@ -21,8 +21,7 @@ FLOW = """
     nets
     gradients
     combine
-    evaluate
-    shelf
+    evaluate shelf
     recipes
     train
     cost

@@ -1,5 +1,10 @@
 """The networks that come with nestling do what their cards say, on real images where they are to be had."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +12,7 @@ import nestling
 from nestling import shelf
 from nestling.data import load
 from nestling.errors import NestlingError
+from nestling.evaluate import command
 from nestling.recipe import DataRecipe, from_dict
 
 
@@ -23,22 +29,36 @@ def test_a_network_loads_and_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", shelf.names())
-def test_the_card_is_true_on_the_first_thousand_test_images(name: str) -> None:
-    card = shelf.card(name)
+def test_evaluating_a_network_gives_what_its_card_says(name: str) -> None:
+    """`nestling evaluate` on the first thousand real test images, which are stored, on a CPU: exactly the card's errors."""
+    words = [sys.executable, "-m", "nestling", "evaluate", name, "--sample", "--json"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    found, card = json.loads(done.stdout), shelf.card(name)
+    assert (
+        (found["n"], found["data"])
+        == (card["first"]["n"], from_dict(card["recipe"]).data.name)
+        == (1000, found["data"])
+    )
+    assert [round(stage["error"], 6) for stage in found["stages"]] == card["first"]["errors"] == found["card"]
+    assert [stage["size"] for stage in found["stages"]] == [stage["size"] for stage in card["results"]["stages"]]
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_the_stored_images_are_the_first_of_the_real_test_set(name: str) -> None:
+    stored = shelf.sample(name).test
+    assert len(stored) == shelf.FIRST and stored.labels.unique().tolist() == list(range(10))
     try:
-        data = load(DataRecipe(name=from_dict(card["recipe"]).data.name))
+        real = load(DataRecipe(name=from_dict(shelf.card(name)["recipe"]).data.name))
     except NestlingError as error:
         pytest.skip(f"the real images are not here: {error}")
-    net = nestling.load(name)
-    wrong = torch.zeros(len(net.plan.heads))
-    seen = 0
-    with torch.no_grad():
-        for x, y in data.test.batches(100):
-            wrong += torch.stack([(answer.argmax(1) != y).sum() for answer in net(x)])
-            seen += len(y)
-            if seen == card["first"]["n"]:
-                break
-    assert (wrong / seen).tolist() == pytest.approx(card["first"]["errors"], abs=1e-6)
+    first = torch.arange(shelf.FIRST)
+    assert torch.equal(stored.pictures(first), real.test.pictures(first))
+    assert torch.equal(stored.labels, real.test.labels[first])
+
+
+def test_a_sample_is_only_for_networks_of_the_shelf(tmp_path: Path) -> None:
+    with pytest.raises(NestlingError, match="--sample is for networks that come with nestling"):
+        command(str(tmp_path), sample=True)
 
 
 def test_an_unknown_name_names_the_nearest() -> None:

@@ -5,6 +5,7 @@ In: a network and a split, or the logits it gave. Out: plain dicts (results.json
 """
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ def calibration(logits: Tensor, labels: Tensor) -> float:
     return float(gap.abs().sum() / len(labels))
 
 
+def top5(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """The share of images whose class is not among the five likeliest; nothing where there are few classes to err in."""
+    if logits.shape[1] <= 10:
+        return {}
+    likeliest = logits.topk(5, dim=1).indices
+    return {"top5": float((likeliest != labels[:, None]).all(1).double().mean())}
+
+
 def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
     """Everything results.json says about the stages."""
     wrong = logits.argmax(2) != labels
@@ -71,6 +80,7 @@ def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
                 "stage": stage,
                 "size": plan.sizes[index],
                 "error": float(wrong[index].double().mean()),
+                **top5(logits[index], labels),
                 "loss": float(F.cross_entropy(logits[index].double(), labels)),
                 "ece": calibration(logits[index], labels),
                 "macs": plan.macs(stage),
@@ -143,13 +153,21 @@ def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]
     return run, net.eval(), data
 
 
-def command(run: str, device: str = "cpu") -> dict[str, Any]:
+def command(run: str, device: str = "cpu", sample: bool = False) -> dict[str, Any]:
     """Error, loss and calibration of every stage of a run, measured anew and stored with it.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: cpu or cuda.
+        sample: on the first thousand test images, which come with nestling; for networks that come with it.
     """
+    from nestling import shelf  # it is made of this room's functions
+
+    if run in shelf.names() and not Path(run).exists():
+        return shelf.evaluate_again(run, device, sample)
+    if sample:
+        known = ", ".join(shelf.names())
+        raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
     folder, net, data = trained(run, device)
     split = "validation" if folder.read_recipe().data.validation else "test"
     return {"run": str(folder.path), **store(folder, net, data, split)}
@@ -159,6 +177,8 @@ def show(result: dict[str, Any]) -> Table:
     """A row per stage, for people."""
     title = f"{result['network']} on {result['data']} ({result['split']}, n={result['n']})"
     table = Table("stage", "size", "error %", "loss", "ECE %", "MACs", "repaired %", "broken %", title=title)
+    if "card" in result:
+        table.caption = "its card says " + " / ".join(f"{100 * error:.2f}" for error in result["card"]) + " %"
     moves = {move["to"]: move for move in result["transitions"]}
     for row in result["stages"]:
         move = moves.get(row["stage"])
