@@ -217,7 +217,7 @@ def test_a_full_gpu_is_explained_and_the_checkpoint_goes_on(tmp_path: Path, way:
     assert train(recipe, str(tmp_path / "run"), quiet=True, seconds=0) == {}
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**28) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**26) / total)
     try:
         with pytest.raises(NestlingError, match=r"out of memory .*train\.batch=256") as caught:
             train(recipe, str(tmp_path / "run"), resume=True, quiet=True)
@@ -250,7 +250,7 @@ def test_a_long_start_leaves_one_line_and_quiet_none(
     assert capsys.readouterr().err == ""
     train(digits(), str(tmp_path / "shown"), imports=3.25)
     err = capsys.readouterr().err
-    assert err.count("started in") == 1 and "import 3.2" in err and "network" in err
+    assert err.count("started in") == 1 and "import 3.2" in err
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
