@@ -10,7 +10,7 @@ from typing import Any
 
 from nestling.errors import NestlingError, nearest
 from nestling.paper import pictures
-from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes
+from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import Row, collect, compare, less, merged, read_results
 from nestling.paper.studies import read_studies, store_studies, view_rows
@@ -106,7 +106,7 @@ def order_figure(means: Sequence[Row], data: str) -> tuple[tuple[Block, ...], li
     usual = STUDIED if data == "cifar10" else "width-digits"
     alike = [network for table in TABLES.values() if usual in table for network in table]
     network = max([usual, *alike], key=lambda name: len({row["name"] for row in means if turned(row, name)}))
-    orders = four_orders(len(sizes(network)))
+    orders = four_orders(len(sizes_of(network)))
     lines = []
     for order in orders:
         name = "osgd" if order == orders[0] else f"osgd {FIXED}{show(order)}"

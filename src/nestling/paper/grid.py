@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -71,7 +72,7 @@ def cells(
     for seed in range(seeds):
         for network in networks or default:
             base = override(named(known[network]), [f"train.seed={seed}", *settings])
-            stages = len(plan(replace(base.network, alone=0)).heads)
+            stages = len(sizes(replace(base.network, alone=0)))
             chosen = [read_order(order, stages) for order in orders]
             if part == "priorities" and not orders:
                 chosen = four_orders(stages)
@@ -125,10 +126,15 @@ def run_name(recipe: Recipe) -> str:
     return "-".join([recipe.network.name, kind, *changed, f"seed{recipe.train.seed}"])
 
 
-def sizes(network: str) -> tuple[tuple[str, int], ...]:
+@cache
+def sizes(network: NetworkRecipe) -> tuple[tuple[str, int], ...]:
     """Every stage's size and multiply-accumulates."""
-    found = plan(NetworkRecipe(name=network))
+    found = plan(network)
     return tuple((size, found.macs(stage)) for stage, size in zip(found.answering, found.sizes, strict=True))
+
+
+def sizes_of(network: str) -> tuple[tuple[str, int], ...]:
+    return sizes(NetworkRecipe(name=network))
 
 
 def train_cells(chosen: list[tuple[str, Recipe]], out: str, beside: int, seconds: float, command: str) -> None:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from math import isinf
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from nestling.deadline import BASE, ORACLE_ALL, ORACLE_EACH
-from nestling.paper.grid import sizes
+from nestling.paper.grid import sizes_of
 from nestling.paper.results import ALONE, Row, paper_number
 from nestling.report.content import Picture, count_text, time_text
 from nestling.report.families import BASELINES
 from nestling.report.figures.deadlines import limit_names, places
-from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel
+from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel, percent_axis
 from nestling.report.theme import BASE as BASE_COLOUR
 from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, PAPER, SCHEMES, Look
 
@@ -80,7 +81,7 @@ def curve(label: str, look: Look, network: str, means: Sequence[Row], name: str)
 def papers(network: str, strategy: str) -> Curve:
     """The paper's own errors of a nest, at what our drawing of it costs."""
     points = []
-    for stage, (size, macs) in enumerate(sizes(network), start=1):
+    for stage, (size, macs) in enumerate(sizes_of(network), start=1):
         known = paper_number(network, strategy, stage)
         if known:
             points.append(
@@ -163,7 +164,14 @@ def bars(part: Panel, rows: Sequence[Row]) -> str:
     unit, size = ("ms", 1) if limits[0] >= 0.1 else ("µs", 1000)
     part.axes.set_xticks(places(limits), limit_names([limit * size for limit in limits]))
     part.axes.grid(visible=False, axis="x")
+    above = [row["error"] / 100 for row in rows if row["error"] > 0]
     error_axis(part.axes, [0.0])
+    if above and max(above) > 8 * min(above):  # a few guesses would press all else into the ground
+        part.axes.set_yscale("log")
+        part.axes.set_ylim(0.7 * min(above), 1)
+        part.axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        part.axes.yaxis.set_minor_formatter(NullFormatter())
+        percent_axis(part.axes)
     return unit
 
 
@@ -179,7 +187,7 @@ def priorities(
     network: str, lines: Sequence[tuple[str, Sequence[Row]]], absent: Sequence[str], caption: str
 ) -> Picture:
     """Error per stage under each priority order, and how far that is from the usual order's error."""
-    names = [size for size, _ in sizes(network)]
+    names = [size for size, _ in sizes_of(network)]
     usual = {row["stage"]: row["error"] for row in lines[0][1]}
     with panel(8.2, HEIGHT) as whole:
         left, right = whole.split(2)

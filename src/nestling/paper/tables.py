@@ -9,7 +9,7 @@ from math import isnan
 
 import rich.table
 
-from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes
+from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes_of
 from nestling.paper.results import ALONE, Row, paper_number
 from nestling.report.content import Cell, Table
 
@@ -41,7 +41,7 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error") ->
     for row in means:
         if row["network"] == network:
             found.setdefault((label(row), row["epochs"]), {})[row["stage"]] = row
-    stages = sizes(network)
+    stages = sizes_of(network)
     known = {name for name, _ in found}
     for name in ORDER:  # what the paper has and we do not
         if name not in known and name != ALONE and paper_number(network, name, 1, measure):
@@ -82,12 +82,12 @@ def gap_table(network: str, means: Iterable[Row]) -> Table | None:
             lines.setdefault(label(row), {})[row["stage"]] = row["error"] - alone[row["stage"]]
     if not lines:
         return None
-    numbers = range(1, len(sizes(network)) + 1)
+    numbers = range(1, len(sizes_of(network)) + 1)
     body = tuple(
         (Cell(name), *(Cell(f"{gaps[s]:+.2f}".replace("-", "−") if s in gaps else "–") for s in numbers))
         for name, gaps in sorted(lines.items(), key=lambda each: rank(each[0]))
     )
-    columns = (Cell("points above the independent net"), *(Cell(size) for size, _ in sizes(network)))
+    columns = (Cell("points above the independent net"), *(Cell(size) for size, _ in sizes_of(network)))
     return Table(f"{network}: distance to the independent nets of the same size", columns, body)
 
 

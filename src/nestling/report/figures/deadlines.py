@@ -16,7 +16,7 @@ from nestling.report.theme import BASE_LOOK, GUESS, ORACLE_LOOKS, PAPER, Look, s
 
 
 def limit_names(limits: Sequence[float]) -> list[str]:
-    return ["none" if isinf(limit) else f"{limit:.2g}" for limit in limits]
+    return ["none" if isinf(limit) else f"{limit:.2g}" if limit < 99.5 else f"{limit:.0f}" for limit in limits]
 
 
 def places(limits: Sequence[float]) -> list[float]:
