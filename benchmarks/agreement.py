@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step import unfused
 from torch import Tensor
 
 from nestling.data.dataset import channel_statistics
@@ -31,7 +32,7 @@ from nestling.provenance import provenance
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import named
 from nestling.rundir import RunDir
-from nestling.train import engine, tasks, train
+from nestling.train import engine, train
 from nestling.train.loop import epoch_generator, make_optimizer
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
@@ -77,19 +78,14 @@ def kernels(way: Way) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = way.flag == "benchmark", way.flag == "deterministic"
-    fused: Any = getattr(tasks, "Fused", None)
-    suits = fused.suits if fused is not None else None
     try:
         with ExitStack() as stack:
+            stack.enter_context(unfused(not way.fused))
             if way.flag == "plain":
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            if fused is not None and not way.fused:
-                fused.suits = staticmethod(lambda *_: False)
             yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before
-        if fused is not None:
-            fused.suits = suits
 
 
 def images(recipe: Recipe, steps: int, device: torch.device) -> MemorySplit:

@@ -12,6 +12,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -25,7 +27,7 @@ from nestling.data.split import MemorySplit
 from nestling.nets import build, plan
 from nestling.provenance import provenance
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
-from nestling.train import engine
+from nestling.train import engine, tasks
 from nestling.train.loop import make_optimizer
 from nestling.train.step import Step
 
@@ -37,6 +39,9 @@ CIFAR_NETWORKS = [
     "together-sparse98",
     "cascade-sparse98",
 ]
+
+
+KINDS = ["eager", "graph", "compiled", "full"]
 
 
 def synchronise(device: torch.device) -> None:
@@ -76,16 +81,32 @@ def images(device: torch.device, n: int = 50_000) -> MemorySplit:
     return MemorySplit(pixels.to(device), labels.to(device), half.to(device), half.to(device) / 2, pad=4, flip=True)
 
 
+@contextmanager
+def unfused(wanted: bool) -> Iterator[None]:
+    """While it lasts, compiled steps are made by torch.compile alone, without kernels of our own."""
+    fused: Any = getattr(tasks, "Fused", None) if wanted else None
+    suits = fused.suits if fused is not None else None
+    try:
+        if fused is not None:
+            fused.suits = staticmethod(lambda *_: False)
+        yield
+    finally:
+        if fused is not None:
+            fused.suits = suits
+
+
 class Driver:
-    """One training set up, to be advanced a few steps at a time."""
+    """One training set up, to be advanced a few steps at a time. Kinds: eager; graph, one whole step captured; compiled,
+    that through torch.compile; full, with our own kernels as well, which is what `nestling train` does on a GPU."""
 
     def __init__(self, recipe: Recipe, split: MemorySplit, device: torch.device, kind: str) -> None:
         torch.manual_seed(0)
         started = time.perf_counter()
         net = build(recipe.network).to(device)
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        step = Step(net.train(), make_optimizer(net, recipe, device), recipe, compiled=kind == "full")
-        self.driver = engine.start("eager" if kind == "eager" else "graph", step, split, recipe.train.batch)
+        with unfused(kind == "compiled"):
+            step = Step(net.train(), make_optimizer(net, recipe, device), recipe, compiled=kind in ("compiled", "full"))
+            self.driver = engine.start("eager" if kind == "eager" else "graph", step, split, recipe.train.batch)
         self.turn = self._turns()
         next(self.turn)
         synchronise(device)
@@ -272,7 +293,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--networks", nargs="+", default=CIFAR_NETWORKS)
     parser.add_argument("--strategies", nargs="*", default=["plain", "sgd", "osgd"])
-    parser.add_argument("--engines", nargs="+", default=["eager", "graph", "full"])
+    parser.add_argument("--engines", nargs="+", default=["eager", "graph", "full"], choices=KINDS)
     parser.add_argument("--batches", nargs="+", type=int, default=[128])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--beside", type=int, default=0, help="also time this many trainings side by side")

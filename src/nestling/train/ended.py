@@ -41,6 +41,17 @@ def leaving(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", non_blocking=True)
 
 
+def leaving_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Many tensors on their way, packed into one of each type: one copy and one piece of pinned memory, not hundreds."""
+    home: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        packed = leaving(torch.cat([tensor.detach().reshape(-1) for tensor in alike.values()]))
+        parts = packed.split([tensor.numel() for tensor in alike.values()])
+        home |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
+    return {name: home[name] for name in tensors}
+
+
 @dataclass(frozen=True, eq=False)
 class Ended:
     """One epoch whose steps are queued. Its tensors may be read after `home.wait()`."""

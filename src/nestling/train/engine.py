@@ -88,7 +88,7 @@ class Graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             try:
-                for name in ("compile", "warm up", "warm up"):
+                for name in ("kernels", "warm up", "warm up"):
                     with startup.step(name):
                         self.counter.zero_()
                         self._batch()

@@ -25,7 +25,7 @@ from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
 from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
-from nestling.train.ended import Ended, Moment, leaving
+from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
@@ -47,10 +47,11 @@ class Training:
         with self.startup.step("device"):
             self.device = pick_device(recipe.train.device)
         self.able = recipe  # as this device can carry it out
+        self.given_up: list[str] = []  # what it cannot
         if self.device.type == "cuda":
             cache_kernels()
-            self.able, given_up = able(recipe)
-            for message in given_up:
+            self.able, self.given_up = able(recipe)
+            for message in self.given_up:
                 say_once(message)
         if data is None:
             with self.startup.step("data"):
@@ -151,7 +152,7 @@ class Training:
             test_losses = [torch.nn.functional.cross_entropy(stage, labels) for stage in logits]
             test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
         if self.main and (done == self.total or done % train.checkpoint_every == 0):
-            state = {name: leaving(tensor) for name, tensor in self.state().items()}
+            state = leaving_together(self.state())
         read = leaving(losses)
         return Ended(epoch, rate, began, trained, Moment(self.device), read, test, state)
 

@@ -17,7 +17,7 @@ from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.recipe import Recipe, override
 from nestling.recipes import named
-from nestling.rundir import RESULTS, RunDir
+from nestling.rundir import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
 from nestling.train.device import memory_explained, pick_device
 from nestling.train.loop import Training, kept, main_rank
@@ -52,6 +52,8 @@ def prepare(
         training = Training(recipe, run, data, until, startup)
         if main:
             run.write_provenance(command, str(training.device), resumed=resume)
+            if training.given_up:  # a reader of the numbers must know
+                run.write_json(PROVENANCE, {**run.read_json(PROVENANCE), "given_up": training.given_up})
         if resume:
             training.restore()
     return training
