@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 INTERVAL = 0.1  # seconds between updates: a bar must not slow the loop
 LONG = 5.0  # seconds of starting that are worth a line of their own
@@ -76,7 +76,6 @@ def bar(name: str, quiet: bool) -> Iterator[Shown]:
         yield Shown()
         return
     columns = (
-        SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[now]}"),
