@@ -8,6 +8,8 @@ import gc
 import math
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -598,6 +600,50 @@ def test_runtimes_leave_no_threads_and_no_files_behind() -> None:
                 runtime.answer(np.zeros((1, 8, 8), np.float32), 0.0005)
     time.sleep(0.1)
     assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+
+
+# --- ONNX Runtime ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["width-digits", "depth-digits", "alternate-digits", "width-resnet42"])
+def test_optimising_stages_together_moves_no_layer_from_one_to_another(name: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    from nestling.export.fold import fold, merge, split
+    from nestling.export.freeze import freeze, shapes
+    from nestling.export.native import native_graphs
+
+    net = build(NetworkRecipe(name=name))
+    stages = split(merge(fold(freeze(net))))
+    graphs, passed = native_graphs(stages, shapes(net, stages), threads=1) or ([], {})
+    for stage, graph in zip(stages, graphs, strict=True):
+        found = onnx.load_from_string(graph.model).graph
+        # what is optimised away are batch norms, sums and activations; convolutions by ones and zeros (pads) stay
+        written = sum(op.kind in ("conv", "affine", "pad", "linear") for op in stage.ops)
+        layers = sum(op.kind in ("conv", "linear") for op in stage.ops)
+        assert (
+            layers <= sum(node.op_type in ("Conv", "FusedConv", "Gemm", "FusedGemm") for node in found.node) <= written
+        )
+        assert {each.name for each in found.input} == set(graph.takes) <= set(passed)
+        assert {each.name for each in found.output} == {"logits", *graph.gives}
+    assert graphs[-1].gives == ()
+
+
+def test_one_process_may_ask_for_one_thread_and_for_more() -> None:
+    program = """
+import numpy as np
+from nestling.nets import build
+from nestling.recipe import NetworkRecipe
+from nestling.runtime import Runtime
+net, x = build(NetworkRecipe(name="width-digits")), np.ones((1, 8, 8), np.float32)
+said = []
+for threads in (2, 1, 3, 0):
+    with Runtime(net, device="cpu", engine="onnx", threads=threads) as runtime:
+        said.append(runtime.answer(x).probabilities)
+        assert runtime.engine.threads == 2
+assert np.ptp(said, axis=0).max() < 1e-5
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class StageGraph:
     model: bytes
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    optimised: bool = False  # already, for this machine: it is run as it is
 
 
 class Pool:
@@ -39,7 +40,9 @@ class Pool:
 
     @classmethod
     def share(cls, threads: int) -> int:
-        """Ask for so many threads; returns how many there are, which the first to ask for more than one decided."""
+        """Ask for so many threads (0: all cores); returns how many there are. The first to ask for more than one decides,
+        and then everybody shares these, also who wants only one: ONNX Runtime allows no sessions with their own any more."""
+        threads = threads or cores()
         with cls.lock:
             if threads > 1 and cls.size == 1:
                 try:
@@ -50,7 +53,7 @@ class Pool:
                         "shared threads; use threads=1"
                     ) from error
                 cls.size = threads
-            return min(threads, cls.size) if threads == 1 else cls.size
+            return cls.size
 
 
 class OnnxEngine:
@@ -63,7 +66,7 @@ class OnnxEngine:
         self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], classes: int, threads: int = 1
     ) -> None:
         """`shapes` are those of the values between stages, without the batch. threads=0: all cores."""
-        self.threads = Pool.share(threads or cores())
+        self.threads = Pool.share(threads)
         self.graphs, self.shapes, self.classes = tuple(graphs), dict(shapes), classes
         self.sessions = [open_session(graph, self.threads, number) for number, graph in enumerate(graphs, start=1)]
         for number, (session, graph) in enumerate(zip(self.sessions, self.graphs, strict=True), start=1):
@@ -182,13 +185,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open_session(graph: StageGraph, threads: int, stage: int) -> onnxruntime.InferenceSession:
+def session_options(threads: int, optimised: bool = False) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if threads > 1:
         options.use_per_session_threads = False
     else:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
+    if optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
+
+
+def open_session(graph: StageGraph, threads: int, stage: int) -> onnxruntime.InferenceSession:
+    options = session_options(threads, graph.optimised)
     try:
         return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen kinds, none with a common parent

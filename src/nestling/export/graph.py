@@ -52,7 +52,7 @@ class Graph:
 
 def write_stage(frozen: Frozen, shapes: Shapes) -> bytes:
     """One stage as the bytes of an ONNX model."""
-    if any(op.module is not None and as_onnx(op.module) is None for op in frozen.ops):
+    if must_trace(frozen):
         return trace_stage(frozen, shapes)
     graph = Graph()
     for op in frozen.ops:
@@ -65,6 +65,11 @@ def write_stage(frozen: Frozen, shapes: Shapes) -> bytes:
     model = helper.make_model(made, producer_name="nestling", opset_imports=opset, ir_version=IR)
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString(deterministic=True))
+
+
+def must_trace(frozen: Frozen) -> bool:
+    """Whether a stage holds a module that has no ONNX form here."""
+    return any(op.module is not None and as_onnx(op.module) is None for op in frozen.ops)
 
 
 def info(name: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:

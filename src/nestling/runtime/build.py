@@ -11,7 +11,7 @@ import torch
 from nestling.anytime.engine import Engine
 from nestling.errors import NestlingError, nearest
 from nestling.export.fold import fold, merge, split
-from nestling.export.freeze import freeze, shapes
+from nestling.export.freeze import Frozen, freeze, shapes
 from nestling.nets import NestedNet
 from nestling.runtime.eager import EagerEngine
 
@@ -36,17 +36,23 @@ def build_engine(net: NestedNet, device: str = "cpu", engine: str = "auto", thre
         return GraphEngine(net, stages, shapes(net, stages), device)
     if kind != "cpu":
         raise NestlingError(f"engine 'onnx' runs on the CPU, found device {device!r}; use 'graph' or 'eager'")
-    return onnx_engine(net, threads)
+    return onnx_engine(net, stages, threads)
 
 
-def onnx_engine(net: NestedNet, threads: int = 1) -> Engine:
-    """The stages as ONNX graphs in memory, run by ONNX Runtime."""
+def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], threads: int) -> Engine:
+    """Frozen stages as ONNX graphs in memory, run by ONNX Runtime."""
     try:
-        from nestling.anytime.onnx import OnnxEngine, StageGraph
+        from nestling.anytime.onnx import OnnxEngine, Pool, StageGraph
         from nestling.export.graph import write_stage
+        from nestling.export.native import native_graphs
     except ImportError as error:
         raise NestlingError(f"{error}; run: pip install 'nestling[export]', or use the eager engine") from error
-    stages = split(merge(fold(freeze(net))))
+    stages = split(stages)
     known = shapes(net, stages)
-    graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
-    return OnnxEngine(graphs, known, known[stages[0].head][0], threads)
+    classes = known[stages[0].head][0]
+    found = native_graphs(stages, known, Pool.share(threads))
+    if found is None:
+        return OnnxEngine(
+            [StageGraph(write_stage(s, known), s.takes, s.gives) for s in stages], known, classes, threads
+        )
+    return OnnxEngine(*found, classes, threads)
