@@ -19,6 +19,7 @@ FLOW = """
     rundir
     data
     nets
+    fused
     gradients
     combine
     evaluate shelf

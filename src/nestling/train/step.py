@@ -18,7 +18,7 @@ from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
 from nestling.recipe import Recipe, StrategyRecipe
 from nestling.train.losses import stage_losses
-from nestling.train.tasks import Tasks, worth_own_subnets
+from nestling.train.tasks import Tasks, faster, worth_own_subnets
 
 
 def task_order(strategy: StrategyRecipe, stages: int) -> list[int]:
@@ -71,7 +71,7 @@ class Step:
         self.parameters = list(net.parameters())
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
-        self.forward: Callable[[Tensor], tuple[Tensor, ...]] = torch.compile(net) if compiled else net
+        self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if compiled else net
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
         combine = make_combiner(recipe.strategy, len(net.plan.heads))
         needs_rows = combine.fixed(len(net.plan.heads), self.device) is None or recipe.train.diagnostics

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nestling.combine import Report, Weighted
+from nestling.fused import Fused, suits
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.nets import NestedNet
@@ -27,6 +28,13 @@ def worth_own_subnets(net: NestedNet) -> bool:
     return len(net.plan.heads) > 1 and (masked or on_cuda) and can_live_within(net.plan)
 
 
+def faster(net: NestedNet, train: TrainRecipe) -> Any:
+    """The network's forward pass with its small operations fused: by kernels of our own where they fit, else by torch."""
+    if train.precision == "bfloat16" and suits(net, train.batch):
+        return Fused(net)
+    return torch.compile(net, fullgraph=True)
+
+
 class Tasks:
     """One subnetwork per task, and the rows they fill."""
 
@@ -39,7 +47,7 @@ class Tasks:
         mine = [dict(small.named_parameters()) for small in smalls]
         self.leaves = [[leaves[name] for name in whole if name in leaves] for leaves in mine]
         self.orders = [[memory_order(whole[name]) for name in whole if name in leaves] for leaves in mine]
-        self.nets: list[Any] = [torch.compile(small, fullgraph=True) if compiled else small for small in smalls]
+        self.nets: list[Any] = [faster(small, train) if compiled else small for small in smalls]
         layout = from_owners(list(whole.items()), net.owners(), len(stages))
         self.rows = FlatRows(list(whole.values()), layout, [positions(net, stage) for stage in stages])
         on_cuda = self.rows.device.type == "cuda"

@@ -1,0 +1,171 @@
+"""Our convolution kernels against cuDNN's, shape by shape, and the tile sizes that are fastest.
+
+    python benchmarks/kernels.py --json results/kernels-h200.json     # the tiles in use, against torch
+    python benchmarks/kernels.py --tune                               # tries many tiles, prints the best
+
+Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in a training step of 128 images. torch's
+figures are its convolution alone; ours do more: forward gathers batch norm's moments, backward goes on through relu.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.fused import launch
+from nestling.provenance import provenance
+
+SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
+
+
+def graphed(work: Any, repeats: int = 20) -> float:
+    """Microseconds of one call, the best of five rounds."""
+    work()
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                work()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(5):
+                graph.replay()
+            torch.cuda.synchronize()
+            found.append((time.perf_counter() - start) / (5 * repeats) * 1e6)
+    return min(found)
+
+
+class Case:
+    """One convolution of a training step: its input, weight and gradient."""
+
+    def __init__(self, channels: int, side: int, batch: int) -> None:
+        def image() -> Tensor:
+            x = torch.randn(batch, channels, side, side, device="cuda", dtype=torch.bfloat16)
+            return x.contiguous(memory_format=torch.channels_last)
+
+        self.channels, self.x, self.dy, self.z = channels, image(), image(), image()
+        weight = torch.randn(channels, channels, 3, 3, device="cuda") / (3 * channels**0.5)
+        self.weight = weight.contiguous(memory_format=torch.channels_last)
+        self.affine = torch.rand(4, channels, device="cuda")
+        self.shadow = launch.Shadow([self.weight])
+        self.shadow.refresh()
+
+    def forward(self, tiles: launch.Tiles | None = None) -> Any:
+        return launch.conv(self.x, self.shadow.parts[0], self.channels, moments=True, tiles=tiles)
+
+    def back(self, tiles: launch.Tiles | None = None) -> Any:
+        return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
+
+    def weights(self, splits: launch.Splits | None = None) -> Any:
+        return launch.weight_gradient(self.x, self.dy, None, splits)
+
+    def torch_forward(self) -> Any:
+        return torch.nn.functional.conv2d(self.x, self.weight.bfloat16(), padding=1)
+
+    def torch_back(self, mask: tuple[bool, bool, bool]) -> Any:
+        w = self.weight.bfloat16()
+        return torch.ops.aten.convolution_backward(
+            self.dy, self.x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask
+        )
+
+
+def conv_choices(case: Case) -> list[launch.Tiles]:
+    wide = launch.power(case.channels)
+    depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 32 else set())
+    found = itertools.product((64, 128, 256), {min(wide, 64), min(wide, 128)}, depths, (4, 8), (2, 3, 4))
+    tiles = [launch.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
+    return [t for t in tiles if 2048 <= t.rows * t.columns <= 128 * 128]
+
+
+def split_choices(case: Case) -> list[launch.Splits]:
+    wide, row = launch.power(case.channels), launch.power(3 * case.channels)
+    shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
+    found = itertools.product((32, 64, 128), shapes, (132, 264, 396, 528), (4, 8), (2, 3, 4))
+    return [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
+
+
+def compile_some(job: tuple[int, int, int, int, int]) -> None:
+    """A process of its own: compile a share of all choices, which lands in Triton's cache."""
+    channels, side, batch, part, parts = job
+    case = Case(channels, side, batch)
+    for tiles in conv_choices(case)[part::parts]:
+        attempt(partial(case.forward, tiles))
+        attempt(partial(case.back, tiles))
+    for splits in split_choices(case)[part::parts]:
+        attempt(partial(case.weights, splits))
+
+
+def attempt(work: Any, measure: bool = False) -> float:
+    """A choice may want more shared memory than there is: then it is out."""
+    try:
+        work()
+        return graphed(work) if measure else 0.0
+    except Exception as error:
+        if "resource" not in str(error).lower() and "shared" not in str(error).lower():
+            print(f"  left out: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+        return float("inf")
+
+
+def tune(shapes: list[tuple[int, int]], batch: int) -> None:
+    jobs = [(c, side, batch, part, 2) for c, side in shapes for part in range(2)]
+    with multiprocessing.get_context("spawn").Pool(16) as pool:
+        pool.map(compile_some, jobs, chunksize=1)
+    for c, side in shapes:
+        case = Case(c, side, batch)
+        tiles, splits = conv_choices(case), split_choices(case)
+        for name, choices in {"forward": tiles, "back": tiles, "weights": splits}.items():
+            work = getattr(case, name)
+            timed = sorted((attempt(partial(work, choice), True), choice) for choice in choices)
+            best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in timed[:3])
+            print(f"{c:4} {side:3} {name:8} {best}", flush=True)
+
+
+def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
+    rows = []
+    print(
+        f"{'channels':>8} {'side':>4} | {'forward':>8} {'torch':>6} | {'back':>6} {'torch':>6} | {'weights':>7} {'torch':>6}"
+    )
+    for c, side in shapes:
+        case = Case(c, side, batch)
+        us = {
+            "forward": graphed(case.forward), "torch_forward": graphed(case.torch_forward),
+            "back": graphed(case.back), "torch_back": graphed(lambda: case.torch_back((True, False, False))),  # noqa: B023
+            "weights": graphed(case.weights), "torch_weights": graphed(lambda: case.torch_back((False, True, False))),  # noqa: B023
+        }  # fmt: skip
+        rows.append({"channels": c, "side": side, "batch": batch, **{k: round(v, 2) for k, v in us.items()}})
+        f, tf, b, tb, w, tw = us.values()
+        print(f"{c:8} {side:4} | {f:8.1f} {tf:6.1f} | {b:6.1f} {tb:6.1f} | {w:7.1f} {tw:6.1f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    rows = compare(SHAPES, args.batch)
+    if args.json:
+        found = {"benchmark": "kernels", "rows": rows, "provenance": provenance(" ".join(sys.argv), "cuda", time.time)}
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.tune:
+        tune(SHAPES, args.batch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""A training pass by kernels of our own, on a GPU: `Fused(net)` where it `suits`."""
+
+from nestling.fused.forward import Fused, suits
+
+__all__ = ["Fused", "suits"]

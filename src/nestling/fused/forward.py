@@ -1,0 +1,209 @@
+"""A network's training pass by the fused kernels: where a plan says batch norm, relu, 3x3 convolution, one operation does it.
+
+In: a network on its device. Out: a callable that gives the logits of `net(x)`, to bf16 accuracy, and the same gradients.
+Whatever no kernel fits is computed by the network itself. It knows plans and layers, neither losses nor steps.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.fused import launch
+from nestling.fused.functions import AddAll, Fan, Halve, Norm, NormRelu, NormReluConv
+from nestling.nets import NestedNet
+from nestling.nets.plan import Node, Plan
+
+CHANNELS = range(8, 129, 8)  # a row of pixels is a whole number of 16 bytes, and a tile fits
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive nodes done as one: norm and relu, perhaps a convolution, perhaps the sum that follows it."""
+
+    gives: str  # the node whose value comes out
+    norm: Node
+    conv: Node | None = None
+    shortcut: str = ""
+
+
+Item = Unit | Node
+
+
+def items(plan: Plan) -> list[Item]:
+    """The plan's nodes in order, those that belong together put together."""
+    readers: dict[str, list[Node]] = defaultdict(list)
+    for node in plan.nodes:
+        for read in node.reads:
+            readers[read].append(node)
+    place = {node.name: i for i, node in enumerate(plan.nodes)}
+    found: dict[int, Item] = dict(enumerate(plan.nodes[1:], 1))
+    for norm in plan.nodes:
+        relu = only(readers[norm.name])
+        if norm.op != "norm" or not fits_norm(norm) or relu is None or relu.function != "relu":
+            continue
+        conv = only(readers[relu.name])
+        unit, last = Unit(relu.name, norm), relu
+        if conv is not None and fits_conv(plan, conv):
+            unit, last = Unit(conv.name, norm, conv), conv
+            total = only(readers[conv.name])
+            if total is not None and (shortcut := shortcut_of(plan, total, conv, place)):
+                unit = Unit(total.name, norm, conv, shortcut)
+                del found[place[total.name]]
+        for node in (norm, relu, last):
+            found.pop(place[node.name], None)
+        found[place[last.name]] = unit
+    return [found[i] for i in sorted(found)]
+
+
+def only(nodes: list[Node]) -> Node | None:
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def fits_norm(node: Node) -> bool:
+    return node.function == "batch" and node.affine and node.channels in CHANNELS and len(node.size) == 2
+
+
+def fits_conv(plan: Plan, node: Node) -> bool:
+    shape = (node.op, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias)
+    plain = shape == ("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, False) and not node.shares
+    return plain and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
+
+
+def fits_sum(node: Node) -> bool:
+    return node.op == "zip" and node.function == "add" and len(node.reads) <= 8 and node.channels in CHANNELS
+
+
+def shortcut_of(plan: Plan, total: Node, conv: Node, place: dict[str, int]) -> str:
+    """What a sum of two adds to a convolution, if that is known before the convolution is."""
+    if total.op != "zip" or total.function != "add" or len(total.reads) != 2 or total.channels != conv.channels:
+        return ""
+    (other,) = [read for read in total.reads if read != conv.name] or [""]
+    known = other and place[other] < place[conv.name] and plan.by_name[other].channels == conv.channels
+    return other if known else ""
+
+
+def suits(net: NestedNet, batch: int) -> bool:
+    """Whether the kernels run here, do most of this network's work, and its images fill whole tiles."""
+    found = items(net.plan)
+    units = [item for item in found if isinstance(item, Unit)]
+    fused = [unit for unit in units if unit.conv is not None]
+    convs = [node for node in net.plan.nodes if node.op == "conv"]
+    sums = [item for item in found if isinstance(item, Node) and len(item.size) == 2 and fits_sum(item)]
+    sizes = [unit.norm.size for unit in units] + [item.size for item in sums]
+    whole = all(batch * prod(size) % launch.LEAST == 0 for size in sizes)
+    return launch.runs_on(next(net.parameters()).device) and whole and 2 * len(fused) > len(convs)
+
+
+class Fused:
+    """`net(x)` for training, by kernels. Weights are read where they lie; `refresh` copies them to bf16 first."""
+
+    def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.net, self.dtype = net, dtype
+        self.items = items(net.plan)
+        convs = [item.conv.name for item in self.items if isinstance(item, Unit) and item.conv is not None]
+        self.shadow = launch.Shadow([net.layer(name).weight.detach() for name in convs], dtype)
+        self.shadows = dict(zip(convs, self.shadow.parts, strict=True))
+        masks = {name: net.layer(name).mask for name in convs}  # laid out as the weights are
+        self.masks = {n: m if m is None else m.contiguous(memory_format=torch.channels_last) for n, m in masks.items()}
+        self.readers = count_readers(self.items, net.plan.heads)
+        self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.shadow.refresh()
+        values = Values(self.readers)
+        values.put(self.net.plan.input.name, x)
+        moments: dict[str, Tensor] = {}
+        for item in self.items:
+            if isinstance(item, Unit):
+                self.unit(item, values, moments)
+                continue
+            got = [values.take(read) for read in item.reads]
+            if fits_sum(item) and got[0].dim() == 4:
+                out, moments[item.name] = AddAll.apply(item.name in self.measured, *(self.laid(x) for x in got))
+            elif (
+                item.function == "pool2"
+                and item.channels in CHANNELS
+                and got[0].shape[2] % 2 == 0 == got[0].shape[3] % 2
+            ):
+                out = Halve.apply(self.laid(got[0]))
+            else:
+                out = self.net.compute(item, got)
+            values.put(item.name, out)
+        return tuple(values.take(head) for head in self.net.plan.heads)
+
+    def unit(self, unit: Unit, values: "Values", moments: dict[str, Tensor]) -> None:
+        name = unit.norm.reads[0]
+        z = self.laid(values.take(name, norm=True))
+        if name not in moments or not len(moments[name]):
+            moments[name] = launch.moments_of(z.detach())
+        layer: Any = self.net.layer(unit.norm.name)
+        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else None
+        norm = Norm(running, layer.momentum, layer.eps)
+        if unit.conv is None:
+            out, passed = NormRelu.apply(z, moments[name], layer.weight, layer.bias, norm)
+        else:
+            conv: Any = self.net.layer(unit.conv.name)
+            shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
+            out, moments[unit.gives], passed = NormReluConv.apply(
+                z, moments[name], layer.weight, layer.bias, conv.weight, self.shadows[unit.conv.name],
+                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured,
+            )  # fmt: skip
+        values.put(unit.gives, out)
+        values.hand_on(name, passed)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).contiguous(memory_format=torch.channels_last)
+
+
+class Values:
+    """The images of one pass, each handed out as often as it is read, then forgotten.
+
+    A norm hands its input on to the next reader; where several others read it, too, each gets a handle of its own, so
+    that a kernel of ours adds their gradients."""
+
+    def __init__(self, readers: dict[str, tuple[int, int]]) -> None:
+        self.readers = readers  # value -> (norms that read it, others)
+        self.handles: dict[str, list[Tensor]] = {}  # the first is the norms'
+        self.left: dict[str, int] = {}
+
+    def put(self, name: str, value: Tensor) -> None:
+        norms, others = self.readers[name]
+        wanted = others + (norms > 0)
+        worth = others > 1 and wanted <= 8 and value.requires_grad and value.dim() == 4 and value.shape[1] in CHANNELS
+        self.handles[name] = list(Fan.apply(wanted, value)) if worth else [value]
+        self.left[name] = norms + others
+
+    def take(self, name: str, norm: bool = False) -> Tensor:
+        held = self.handles[name]
+        value = held[0] if norm or len(held) == 1 else held.pop()
+        self.left[name] -= 1
+        if not self.left[name]:
+            del self.handles[name]
+        return value
+
+    def hand_on(self, name: str, value: Tensor) -> None:
+        if name in self.handles:
+            self.handles[name][0] = value
+
+
+def count_readers(items: list[Item], heads: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    norms: dict[str, int] = defaultdict(int)
+    others: dict[str, int] = defaultdict(int)
+    for item in items:
+        if isinstance(item, Unit):
+            norms[item.norm.reads[0]] += 1
+        for read in reads(item)[isinstance(item, Unit) :]:
+            others[read] += 1
+    for head in heads:
+        others[head] += 1
+    return {name: (norms[name], others[name]) for name in {*norms, *others}}
+
+
+def reads(item: Item) -> tuple[str, ...]:
+    if isinstance(item, Node):
+        return item.reads
+    return (item.norm.reads[0], item.shortcut) if item.shortcut else (item.norm.reads[0],)

@@ -1,0 +1,127 @@
+"""The differentiable operations made of the kernels: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm + relu.
+
+Each is the function autograd would find for torch's own operations; moments passed beside the images are a cache of what
+batch norm would compute from its input, and have no gradient. `passed` is the input handed on: whoever else reads it
+should read that instead, so that its gradient is added inside a kernel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.fused import launch
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a batch norm does besides its weight and bias."""
+
+    running: tuple[Tensor, Tensor] | None
+    momentum: float
+    eps: float
+
+
+def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient as the kernels read it; most of them come that way."""
+    return gradient.to(like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+class NormReluConv(torch.autograd.Function):
+    """(z) -> (convolution of relu(norm(z)) plus a shortcut, its moments, z)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        moments: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        weight: Tensor,
+        shadow: Tensor,
+        mask: Tensor | None,
+        shortcut: Tensor | None,
+        norm: Norm,
+        wants_moments: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
+        h = launch.norm_relu(z, affine)
+        y, found = launch.conv(h, shadow, weight.shape[0], extra=shortcut, moments=wants_moments)
+        ctx.save_for_backward(z, affine, h, shadow, mask)
+        ctx.shortcut = shortcut is not None
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found)
+        return y, found, z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, _, passed = grads
+        z, affine, h, shadow, mask = ctx.saved_tensors
+        assert dy is not None
+        dy = laid_out(dy, z)
+        dw = launch.weight_gradient(h, dy, mask)
+        g, sums = launch.conv(dy, shadow, z.shape[1], back=(z, affine))
+        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None
+
+
+class NormRelu(torch.autograd.Function):
+    """(z) -> (relu(norm(z)), z)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, moments: Tensor, gamma: Tensor, beta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
+        ctx.save_for_backward(z, affine)
+        ctx.set_materialize_grads(False)
+        return launch.norm_relu(z, affine), z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dh, passed = grads
+        z, affine = ctx.saved_tensors
+        assert dh is not None
+        g, sums = launch.relu_back(laid_out(dh, z), z, affine)
+        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+        return dz, None, dgamma, dbeta, None
+
+
+class AddAll(torch.autograd.Function):
+    """(images) -> (their sum, its moments)."""
+
+    @staticmethod
+    def forward(ctx: Any, wants_moments: bool, *xs: Tensor) -> tuple[Tensor, Tensor]:
+        y, moments = launch.add_all(xs, wants_moments)
+        ctx.count = len(xs)
+        ctx.mark_non_differentiable(moments)
+        return y, moments
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *[grads[0]] * ctx.count)
+
+
+class Fan(torch.autograd.Function):
+    """(z) -> z as often as it is read, so that all its gradients are added by one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, readers: int, z: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(z.view_as(z) for _ in range(readers))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = tuple(laid_out(g, g) for g in grads if g is not None)
+        return None, launch.add_all(found, False)[0]
+
+
+class Halve(torch.autograd.Function):
+    """(x) -> the means of its 2x2 pixels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return launch.halve(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return launch.halve_back(laid_out(grads[0], grads[0]))

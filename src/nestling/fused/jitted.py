@@ -1,0 +1,354 @@
+"""The Triton kernels of a training step: 3x3 convolutions and batch norm over channels-last images, in bf16.
+
+Images are matrices here: one row per pixel, one column per channel. A program makes BM rows. What batch norm has to know of
+a convolution's output (means, squared deviations, gradient sums) is gathered by the convolution while it has the numbers
+at hand, one partial result per program, summed in a fixed order afterwards: same input, same bits. See launch.py.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _partial_moments(out, rows, live, moments, block, blocks, cols, C: tl.constexpr, BM: tl.constexpr):
+    """Mean and sum of squared deviations of BM rows, column by column: [0, channel, block] and [1, channel, block]."""
+    mean = tl.sum(out, 0) / BM
+    off = out - mean[None, :]
+    tl.store(moments + cols * blocks + block, mean, mask=live)
+    tl.store(moments + (C + cols) * blocks + block, tl.sum(off * off, 0), mask=live)
+
+
+@triton.jit
+def _through_norm(dh, z, affine, cols, live, C: tl.constexpr):
+    """The gradient before relu, and the normalised input: affine holds scale, shift, mean, 1/deviation."""
+    scale = tl.load(affine + cols, mask=live, other=0.0)
+    shift = tl.load(affine + C + cols, mask=live, other=0.0)
+    mean = tl.load(affine + 2 * C + cols, mask=live, other=0.0)
+    rstd = tl.load(affine + 3 * C + cols, mask=live, other=0.0)
+    g = tl.where(z * scale[None, :] + shift[None, :] > 0, dh, 0.0)
+    return g, (z - mean[None, :]) * rstd[None, :]
+
+
+@triton.jit
+def conv(
+    x, w, y, extra, moments, z, affine,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    WK: tl.constexpr, WN: tl.constexpr, WT: tl.constexpr, FLIP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, MOMENTS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """y[pixel, n] = sum over taps and k of x[pixel + tap, k] * w[k * WK + n * WN + tap * WT]; TAPS of them at a time.
+
+    ADD adds `extra` (a shortcut). MOMENTS gathers y's moments. BACK takes y, a gradient, on through relu and gathers the
+    sums that batch norm's backward needs (moments then are: sum of g, sum of g times normalised input)."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    rows = block * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    at_w = rows % W
+    at_h = rows // W % H
+    CHUNKS: tl.constexpr = (CIN + BK - 1) // BK
+    TURNS: tl.constexpr = 3 if TAPS == 3 else 9 * CHUNKS
+    WHOLE: tl.constexpr = TAPS == 1 and CIN % BK == 0
+    acc = tl.zeros([BM, BN], tl.float32)
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        if TAPS == 3:  # a row of taps is one run of memory
+            dh = turn - 1
+            tap = 3 * turn + ks // CIN
+            k = ks % CIN
+            run = ks - CIN
+            wide = (at_w[:, None] > 0) | (ks >= CIN)[None, :]
+            wide = wide & ((at_w[:, None] < W - 1) | (ks < 2 * CIN)[None, :]) & (ks < 3 * CIN)[None, :]
+            known = ks < 3 * CIN
+        else:
+            tap = turn // CHUNKS
+            dh = tap // 3 - 1
+            dw = tap % 3 - 1
+            k = turn % CHUNKS * BK + ks
+            run = k + dw * CIN
+            wide = ((at_w + dw >= 0) & (at_w + dw < W))[:, None]
+            known = k < CIN
+            if not WHOLE:
+                wide = wide & known[None, :]
+        inside = ((at_h + dh >= 0) & (at_h + dh < H))[:, None] & wide
+        if FLIP:
+            side = 8 - tap
+        else:
+            side = tap
+        # Neighbours read the same pixels nine times: let the processor's own cache keep them.
+        a = tl.load(x + (rows + dh * W)[:, None] * CIN + run[None, :], mask=inside, other=0.0, cache_modifier=".ca")
+        place = w + (k * WK + side * WT)[:, None] + cols[None, :] * WN
+        if WHOLE and COUT % BN == 0:
+            b = tl.load(place, cache_modifier=".ca")
+        else:
+            b = tl.load(place, mask=known[:, None] & (cols < COUT)[None, :], other=0.0, cache_modifier=".ca")
+        acc = tl.dot(a, b, acc)
+    live = cols < COUT
+    at = rows[:, None] * COUT + cols[None, :]
+    if BACK:
+        before = tl.load(z + at, mask=live[None, :], other=0.0).to(tl.float32)
+        g, normed = _through_norm(acc, before, affine, cols, live, COUT)
+        tl.store(y + at, g.to(y.dtype.element_ty), mask=live[None, :])
+        tl.store(moments + cols * blocks + block, tl.sum(g, 0), mask=live)
+        tl.store(moments + (COUT + cols) * blocks + block, tl.sum(g * normed, 0), mask=live)
+    else:
+        if ADD:
+            acc += tl.load(extra + at, mask=live[None, :], other=0.0).to(tl.float32)
+        out = acc.to(y.dtype.element_ty)
+        tl.store(y + at, out, mask=live[None, :])
+        if MOMENTS:
+            _partial_moments(out.to(tl.float32), rows, live, moments, block, blocks, cols, COUT, BM)
+
+
+@triton.jit
+def weight_gradient(
+    x, dy, partial, pixels, per_split,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """partial[split, o, tap, i] = sum over a split's pixels of dy[pixel, o] * x[pixel + tap, i]; a row of taps a program."""
+    split = tl.program_id(0)
+    dh = tl.program_id(1) - 1
+    TILES: tl.constexpr = (CIN + BI - 1) // BI
+    o = tl.program_id(2) // TILES * BO + tl.arange(0, BO)
+    i = tl.program_id(2) % TILES * BI + tl.arange(0, BI)
+    acc0 = tl.zeros([BO, BI], tl.float32)
+    acc1 = tl.zeros([BO, BI], tl.float32)
+    acc2 = tl.zeros([BO, BI], tl.float32)
+    for start in tl.range(split * per_split, (split + 1) * per_split, BP, num_stages=STAGES):
+        rows = start + tl.arange(0, BP)
+        at_w = rows % W
+        at_h = rows // W % H + dh
+        tall = (at_h >= 0) & (at_h < H) & (rows < pixels)
+        d = tl.load(
+            dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & (rows < pixels)[None, :], other=0.0
+        )
+        base = x + (rows + dh * W)[:, None] * CIN + i[None, :]
+        wide = (i < CIN)[None, :]
+        left = tl.load(base - CIN, mask=(tall & (at_w > 0))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        acc0 = tl.dot(d, left, acc0)
+        middle = tl.load(base, mask=tall[:, None] & wide, other=0.0, cache_modifier=".ca")
+        acc1 = tl.dot(d, middle, acc1)
+        right = tl.load(base + CIN, mask=(tall & (at_w < W - 1))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        acc2 = tl.dot(d, right, acc2)
+    live = (o < COUT)[:, None] & (i < CIN)[None, :]
+    out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + (dh + 1) * (3 * CIN) + i[None, :]
+    tl.store(out, acc0, mask=live)
+    tl.store(out + CIN, acc1, mask=live)
+    tl.store(out + 2 * CIN, acc2, mask=live)
+
+
+@triton.jit
+def weight_gradient_narrow(
+    x, dy, partial, pixels, per_split,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for few channels: a row of taps is one run of 3 * CIN numbers, and a program does all three rows."""
+    split = tl.program_id(0)
+    o = tl.arange(0, BO)
+    k = tl.arange(0, BI)
+    acc0 = tl.zeros([BO, BI], tl.float32)
+    acc1 = tl.zeros([BO, BI], tl.float32)
+    acc2 = tl.zeros([BO, BI], tl.float32)
+    for start in tl.range(split * per_split, (split + 1) * per_split, BP, num_stages=STAGES):
+        rows = start + tl.arange(0, BP)
+        at_w = (rows % W)[:, None]
+        at_h = rows // W % H
+        known = rows < pixels
+        d = tl.load(dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & known[None, :], other=0.0)
+        wide = ((at_w > 0) | (k >= CIN)[None, :]) & ((at_w < W - 1) | (k < 2 * CIN)[None, :])
+        wide = wide & (k < 3 * CIN)[None, :] & known[:, None]
+        base = x + rows[:, None] * CIN + (k - CIN)[None, :]
+        above = tl.load(base - W * CIN, mask=wide & (at_h > 0)[:, None], other=0.0, cache_modifier=".ca")
+        acc0 = tl.dot(d, above, acc0)
+        level = tl.load(base, mask=wide, other=0.0, cache_modifier=".ca")
+        acc1 = tl.dot(d, level, acc1)
+        below = tl.load(base + W * CIN, mask=wide & (at_h < H - 1)[:, None], other=0.0, cache_modifier=".ca")
+        acc2 = tl.dot(d, below, acc2)
+    live = (o < COUT)[:, None] & (k < 3 * CIN)[None, :]
+    out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + k[None, :]
+    tl.store(out, acc0, mask=live)
+    tl.store(out + 3 * CIN, acc1, mask=live)
+    tl.store(out + 6 * CIN, acc2, mask=live)
+
+
+@triton.jit
+def sum_splits(partial, out, mask, n, splits, BS: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):
+    """out[j] = sum over splits of partial[split, j], always in the same order, times the mask."""
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros([BS, BN], tl.float32)
+    for start in range(0, splits, BS):
+        s = start + tl.arange(0, BS)
+        acc += tl.load(
+            partial + s[:, None] * n + at[None, :], mask=(s < splits)[:, None] & (at < n)[None, :], other=0.0
+        )
+    total = tl.sum(acc, 0)
+    if MASK:
+        total *= tl.load(mask + at, mask=at < n, other=0.0)
+    tl.store(out + at, total, mask=at < n)
+
+
+@triton.jit
+def finish_moments(
+    moments, gamma, beta, affine, running_mean, running_var, blocks, rows, momentum, eps,
+    C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr,
+):  # fmt: skip
+    """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow."""
+    c = tl.program_id(0)
+    b = tl.arange(0, BB)
+    live = b < blocks
+    means = tl.load(moments + c * blocks + b, mask=live, other=0.0)
+    squares = tl.load(moments + (C + c) * blocks + b, mask=live, other=0.0)
+    mean = tl.sum(means, 0) / blocks
+    off = tl.where(live, means - mean, 0.0)
+    var = (tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)) / rows
+    rstd = 1.0 / tl.sqrt(var + eps)
+    scale = tl.load(gamma + c) * rstd
+    tl.store(affine + c, scale)
+    tl.store(affine + C + c, tl.load(beta + c) - mean * scale)
+    tl.store(affine + 2 * C + c, mean)
+    tl.store(affine + 3 * C + c, rstd)
+    if TRACK:
+        old_mean = tl.load(running_mean + c)
+        old_var = tl.load(running_var + c)
+        tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
+        tl.store(running_var + c, old_var + momentum * (var * rows / (rows - 1) - old_var))
+
+
+@triton.jit
+def finish_sums(sums, dgamma, dbeta, blocks, C: tl.constexpr, BB: tl.constexpr):
+    """One channel: the partial sums of a backward convolution -> gradients of batch norm's weight and bias."""
+    c = tl.program_id(0)
+    b = tl.arange(0, BB)
+    live = b < blocks
+    tl.store(dbeta + c, tl.sum(tl.load(sums + c * blocks + b, mask=live, other=0.0), 0))
+    tl.store(dgamma + c, tl.sum(tl.load(sums + (C + c) * blocks + b, mask=live, other=0.0), 0))
+
+
+@triton.jit
+def norm_relu(z, affine, h, rows, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    at = r[:, None] * C + c[None, :]
+    live = (r < rows)[:, None] & (c < C)[None, :]
+    scale = tl.load(affine + c, mask=c < C, other=0.0)
+    shift = tl.load(affine + C + c, mask=c < C, other=0.0)
+    out = tl.load(z + at, mask=live, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+    tl.store(h + at, tl.maximum(out, 0.0).to(h.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def relu_back(dh, z, affine, g, sums, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """A gradient through relu, with the sums that batch norm's backward needs: what BACK does in `conv`."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    r = block * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = c < C
+    at = r[:, None] * C + c[None, :]
+    d = tl.load(dh + at, mask=live[None, :], other=0.0).to(tl.float32)
+    before = tl.load(z + at, mask=live[None, :], other=0.0).to(tl.float32)
+    out, normed = _through_norm(d, before, affine, c, live, C)
+    tl.store(g + at, out.to(g.dtype.element_ty), mask=live[None, :])
+    tl.store(sums + c * blocks + block, tl.sum(out, 0), mask=live)
+    tl.store(sums + (C + c) * blocks + block, tl.sum(out * normed, 0), mask=live)
+
+
+@triton.jit
+def norm_back(
+    g, z, affine, dgamma, dbeta, extra, dz, rows,
+    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dz = scale * (g - mean(g) - normalised * mean(g * normalised)), plus the gradient that passed the norm by."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = (r < rows)[:, None] & (c < C)[None, :]
+    at = r[:, None] * C + c[None, :]
+    scale = tl.load(affine + c, mask=c < C, other=0.0)
+    mean = tl.load(affine + 2 * C + c, mask=c < C, other=0.0)
+    rstd = tl.load(affine + 3 * C + c, mask=c < C, other=0.0)
+    first = tl.load(dbeta + c, mask=c < C, other=0.0) / rows
+    second = tl.load(dgamma + c, mask=c < C, other=0.0) / rows
+    normed = (tl.load(z + at, mask=live, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+    got = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+    out = scale[None, :] * (got - first[None, :] - normed * second[None, :])
+    if ADD:
+        out += tl.load(extra + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(dz + at, out.to(dz.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def add_all(
+    p0, p1, p2, p3, p4, p5, p6, p7, y, moments,
+    COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    """The sum of up to eight images (or a look at one) and its moments."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    r = block * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = c < C
+    at = r[:, None] * C + c[None, :]
+    total = tl.load(p0 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 1:
+        total += tl.load(p1 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(p2 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 3:
+        total += tl.load(p3 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 4:
+        total += tl.load(p4 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 5:
+        total += tl.load(p5 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 6:
+        total += tl.load(p6 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    if COUNT > 7:
+        total += tl.load(p7 + at, mask=live[None, :], other=0.0).to(tl.float32)
+    out = total.to(y.dtype.element_ty)
+    if COUNT > 1:
+        tl.store(y + at, out, mask=live[None, :])
+    if MOMENTS:
+        _partial_moments(out.to(tl.float32), r, live, moments, block, blocks, c, C, BM)
+
+
+@triton.jit
+def pack(sources, places, sizes, inner, strides, shadow, BLOCK: tl.constexpr):
+    """All weights, each (rows, inner) with rows `stride` apart, end to end in bf16: one launch for the whole network."""
+    weight = tl.program_id(0)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(sizes + weight)
+    if tl.program_id(1) * BLOCK < size:
+        width = tl.load(inner + weight)
+        source = tl.load(sources + weight).to(tl.pointer_type(tl.float32))
+        value = tl.load(
+            source + entry // width * tl.load(strides + weight) + entry % width, mask=entry < size, other=0.0
+        )
+        tl.store(shadow + tl.load(places + weight) + entry, value.to(shadow.dtype.element_ty), mask=entry < size)
+
+
+@triton.jit
+def halve(x, y, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """Means of 2x2 pixels; H and W are the result's."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = (r < rows)[:, None] & (c < C)[None, :]
+    first = (r // W * 4 * W + r % W * 2)[:, None] * C + c[None, :]
+    total = tl.load(x + first, mask=live, other=0.0).to(tl.float32)
+    total += tl.load(x + first + C, mask=live, other=0.0).to(tl.float32)
+    total += tl.load(x + first + 2 * W * C, mask=live, other=0.0).to(tl.float32)
+    total += tl.load(x + first + 2 * W * C + C, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + r[:, None] * C + c[None, :], (total * 0.25).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def halve_back(dy, dx, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """A quarter of the gradient to each of four pixels; rows, H and W are those of the larger image."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = (r < rows)[:, None] & (c < C)[None, :]
+    small = r // (2 * W) * (W // 2) + r % W // 2
+    got = tl.load(dy + small[:, None] * C + c[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(dx + r[:, None] * C + c[None, :], (got * 0.25).to(dx.dtype.element_ty), mask=live)

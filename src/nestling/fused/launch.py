@@ -1,0 +1,269 @@
+"""What the kernels of jitted.py are given: shapes, tile sizes, room for results. Channels-last bf16 images in and out.
+
+Tile sizes were chosen by measurement on an H200 (benchmarks/kernels.py). Nothing here knows autograd or networks.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PROCESSORS = 132  # of the chip; fewer programs than these leave some of them idle
+LEAST = 64  # rows of pixels come in multiples of this
+LARGE = 2**17  # pixels of 128 images of 32x32
+
+
+class Tiles(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    taps: int = 1  # at a time: 3 where a row of them is narrow enough
+
+
+class Splits(NamedTuple):
+    """Of a weight gradient: pixels at a time, tile of outputs and inputs, programs wanted."""
+
+    pixels: int
+    outs: int
+    ins: int
+    programs: int
+    warps: int
+    stages: int
+
+
+def power(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def conv_tiles(pixels: int, cin: int, cout: int) -> Tiles:
+    """The widest rows that still give every processor of the chip something to do, and all channels at once."""
+    columns, depth, taps = power(cout), min(64, power(cin)), 1
+    if columns > 64:
+        return Tiles(64, 128, depth, 8, 4)
+    if cin == 8:
+        depth, taps = 32, 3
+    rows = next(rows for rows in (256, 128, 64) if fits(rows, columns, pixels))
+    return Tiles(rows, columns, depth, 4, 2 if columns <= 16 and pixels >= LARGE else 3, taps)
+
+
+def fits(rows: int, columns: int, pixels: int) -> bool:
+    return rows == LEAST or (pixels % rows == 0 and pixels // rows >= 128 and rows * columns <= 8192)
+
+
+def weight_splits(pixels: int, cin: int, cout: int) -> Splits:
+    """Few channels: a row of taps at a time. Else tiles of outputs and inputs, tap by tap."""
+    if cin <= 16 and cout <= 64:
+        return Splits(64, power(cout), power(3 * cin), PROCESSORS, 4, 3)
+    if cin <= 32 >= cout and pixels >= LARGE:
+        return Splits(32, power(cout), power(3 * cin), 2 * PROCESSORS, 4, 3)
+    ins = 32 if power(max(cin, cout)) == 64 and pixels < 2**14 else min(64, power(cin))
+    return Splits(64, min(64, power(cout)), ins, PROCESSORS * (3 if pixels >= LARGE else 1), 4, 3)
+
+
+def image(like: Tensor, channels: int) -> Tensor:
+    n, _, h, w = like.shape
+    return torch.empty((n, channels, h, w), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def rows_of(x: Tensor) -> int:
+    return x.shape[0] * x.shape[2] * x.shape[3]
+
+
+def ceil(n: int, by: int) -> int:
+    return -(-n // by)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton is there and the chip has what the kernels use: bf16 products and copies behind the program's back."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return find_spec("triton") is not None
+
+
+def kernels() -> Any:
+    from nestling.fused import jitted  # only where Triton is
+
+    return jitted
+
+
+def conv(
+    x: Tensor,
+    shadow: Tensor,
+    cout: int,
+    *,
+    extra: Tensor | None = None,
+    moments: bool = False,
+    back: tuple[Tensor, Tensor] | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu.
+
+    Gives the image and its moments (or, backward, the sums batch norm needs); moments are empty if not wanted."""
+    cin = x.shape[1]
+    m = rows_of(x)
+    t = tiles or conv_tiles(m, cin, cout)
+    y = image(x, cout)
+    wanted = moments or back is not None
+    found = torch.empty((2, cout, m // t.rows) if wanted else (0,), dtype=torch.float32, device=x.device)
+    z, affine = back if back is not None else (y, found)
+    strides = {"WK": 9 * cout, "WN": 1, "WT": cout} if back is not None else {"WK": 1, "WN": 9 * cin, "WT": cin}
+    kernels().conv[(m // t.rows, ceil(cout, t.columns))](
+        x, shadow, y, extra if extra is not None else y, found, z, affine,
+        H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, **strides, FLIP=back is not None,
+        BM=t.rows, BN=t.columns, BK=t.depth, TAPS=t.taps, STAGES=t.stages,
+        ADD=extra is not None, MOMENTS=moments, BACK=back is not None, num_warps=t.warps,
+    )  # fmt: skip
+    return y, found
+
+
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | None = None) -> Tensor:
+    """The gradient of a 3x3 weight, float32, (out, in, 3, 3) in channels-last memory, zero where the mask is."""
+    cin, cout, m = x.shape[1], dy.shape[1], rows_of(x)
+    s = splits or weight_splits(m, cin, cout)
+    narrow = s.ins >= 3 * cin  # then a program does all nine taps
+    tiles = 1 if narrow else ceil(cout, s.outs) * ceil(cin, s.ins)
+    per = ceil(ceil(m, max(1, s.programs // (1 if narrow else 3 * tiles))), s.pixels) * s.pixels
+    count = ceil(m, per)
+    n = cout * 9 * cin
+    partial = torch.empty(count, n, dtype=torch.float32, device=x.device)
+    kernel = kernels().weight_gradient_narrow if narrow else kernels().weight_gradient
+    kernel[(count, 1, 1) if narrow else (count, 3, tiles)](
+        x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout,
+        BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
+    )  # fmt: skip
+    out = torch.empty(n, dtype=torch.float32, device=x.device)
+    columns = 64 if n < 2**16 else 256
+    kernels().sum_splits[(ceil(n, columns),)](
+        partial, out, mask if mask is not None else out, n, count,
+        BS=min(16, power(count, 1)), BN=columns, MASK=mask is not None, num_warps=4,
+    )  # fmt: skip
+    return out.view(cout, 3, 3, cin).permute(0, 3, 1, 2)
+
+
+def moments_of(x: Tensor) -> Tensor:
+    """The partial moments of an image that no kernel here has made."""
+    return add_all((x,), True)[1]
+
+
+def add_all(xs: tuple[Tensor, ...], moments: bool) -> tuple[Tensor, Tensor]:
+    x = xs[0]
+    c, m = x.shape[1], rows_of(x)
+    rows = elementwise_rows(m, c)
+    y = image(x, c) if len(xs) > 1 else x
+    found = torch.empty((2, c, m // rows) if moments else (0,), dtype=torch.float32, device=x.device)
+    pointers = (*xs, *[x] * (8 - len(xs)))
+    kernels().add_all[(m // rows,)](
+        *pointers, y, found, COUNT=len(xs), C=c, CP=power(c), BM=rows, MOMENTS=moments, num_warps=4
+    )
+    return y, found
+
+
+def elementwise_rows(m: int, c: int) -> int:
+    """Rows per program: about 4,096 numbers, and a divisor of all rows, so that all blocks of moments are equal."""
+    rows = max(LEAST, 4096 // power(c))
+    while m % rows:
+        rows //= 2
+    return rows
+
+
+def finish_moments(
+    moments: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    running: tuple[Tensor, Tensor] | None,
+    rows: int,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Scale, shift, mean and 1/deviation, (4, channels), from partial moments; running statistics are brought up to date."""
+    c, blocks = moments.shape[1:]
+    affine = torch.empty(4, c, dtype=torch.float32, device=moments.device)
+    mean, var = running if running is not None else (affine, affine)
+    kernels().finish_moments[(c,)](
+        moments, gamma, beta, affine, mean, var, blocks, rows, momentum, eps,
+        C=c, BB=power(blocks), TRACK=running is not None, num_warps=4,
+    )  # fmt: skip
+    return affine
+
+
+def norm_relu(z: Tensor, affine: Tensor) -> Tensor:
+    c, m = z.shape[1], rows_of(z)
+    rows = elementwise_rows(m, c)
+    h = image(z, c)
+    kernels().norm_relu[(m // rows,)](z, affine, h, m, C=c, CP=power(c), BM=rows, num_warps=4)
+    return h
+
+
+def relu_back(dh: Tensor, z: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
+    c, m = z.shape[1], rows_of(z)
+    rows = elementwise_rows(m, c)
+    g = image(z, c)
+    sums = torch.empty(2, c, m // rows, dtype=torch.float32, device=z.device)
+    kernels().relu_back[(m // rows,)](dh, z, affine, g, sums, C=c, CP=power(c), BM=rows, num_warps=4)
+    return g, sums
+
+
+def norm_back(
+    g: Tensor, sums: Tensor, z: Tensor, affine: Tensor, extra: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the norm's input, weight and bias; `extra` is a gradient of its input from elsewhere."""
+    c, m = z.shape[1], rows_of(z)
+    dgamma, dbeta = torch.empty(2, c, dtype=torch.float32, device=z.device)
+    blocks = sums.shape[2]
+    kernels().finish_sums[(c,)](sums, dgamma, dbeta, blocks, C=c, BB=power(blocks), num_warps=4)
+    rows = elementwise_rows(m, c)
+    dz = image(z, c)
+    kernels().norm_back[(m // rows,)](
+        g, z, affine, dgamma, dbeta, extra if extra is not None else g, dz, m,
+        C=c, CP=power(c), BM=rows, ADD=extra is not None, num_warps=4,
+    )  # fmt: skip
+    return dz, dgamma, dbeta
+
+
+def halve(x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    m = rows_of(y)
+    rows = elementwise_rows(m, c)
+    kernels().halve[(m // rows,)](x, y, m, H=h // 2, W=w // 2, C=c, CP=power(c), BM=rows, num_warps=4)
+    return y
+
+
+def halve_back(dy: Tensor) -> Tensor:
+    n, c, h, w = dy.shape
+    dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+    m = rows_of(dx)
+    rows = elementwise_rows(m, c)
+    kernels().halve_back[(m // rows,)](dy, dx, m, H=2 * h, W=2 * w, C=c, CP=power(c), BM=rows, num_warps=4)
+    return dx
+
+
+class Shadow:
+    """The bf16 copies of many convolution weights, brought up to date by one launch."""
+
+    def __init__(self, weights: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.weights = weights  # kept: their addresses are in the table
+        device = weights[0].device
+        sizes = [w.numel() for w in weights]
+        places = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.largest = max(sizes)
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        self.parts = [self.flat[p : p + s] for p, s in zip(places, sizes, strict=True)]
+        table = [
+            [w.data_ptr() for w in weights],
+            places,
+            sizes,
+            [w.shape[1] for w in weights],
+            [w.stride(3) for w in weights],
+        ]
+        self.table = torch.tensor(table, dtype=torch.int64, device=device)
+
+    def refresh(self) -> None:
+        block = 2048
+        sources, places, sizes, inner, strides = self.table
+        kernels().pack[(len(self.weights), ceil(self.largest, block))](
+            sources, places, sizes, inner, strides, self.flat, BLOCK=block, num_warps=4
+        )

@@ -1,0 +1,134 @@
+"""The kernels of the training step: interpreted here, for real where there is a GPU; and which parts of a plan they take."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nestling.fused import Fused, suits
+from nestling.fused.forward import Unit, Values, count_readers, items
+from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
+from nestling.nets import NestedNet, build, plan
+from nestling.nets.within import within
+from nestling.recipe import NetworkRecipe
+
+HERE = Path(__file__).parent
+CIFAR = [
+    "width-resnet42",
+    "even-resnet42",
+    "depth-sparse98",
+    "alternate-sparse98",
+    "together-sparse98",
+    "cascade-sparse98",
+]
+
+
+@pytest.mark.slow
+def test_a_fused_pass_equals_the_networks_own_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "interpreted_fused.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "comparisons held" in ran.stdout
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_every_node_is_computed_once_and_after_what_it_reads(name: str) -> None:
+    drawn = plan(NetworkRecipe(name=name))
+    done, nodes = {drawn.input.name}, Counter[str]()
+    for item in items(drawn):
+        if isinstance(item, Unit):
+            assert item.norm.reads[0] in done and (not item.shortcut or item.shortcut in done)
+            parts = [item.norm.name, f"{item.norm.name}.relu", *([item.conv.name] if item.conv else []), item.gives]
+            nodes.update(set(parts))
+            done.add(item.gives)
+        else:
+            assert set(item.reads) <= done
+            nodes.update([item.name])
+            done.add(item.name)
+    assert nodes == Counter(node.name for node in drawn.nodes[1:])
+    assert set(drawn.heads) <= done
+
+
+def test_all_but_the_stem_and_the_halving_convolutions_of_a_resnet_are_fused() -> None:
+    found = [item for item in items(plan(NetworkRecipe(name="width-resnet42"))) if isinstance(item, Unit)]
+    assert sum(unit.conv is not None for unit in found) == 40  # of 43
+    assert sum(bool(unit.shortcut) for unit in found) >= 18  # of 21 sums
+
+
+def test_values_are_handed_out_as_often_as_they_are_read_and_then_forgotten() -> None:
+    drawn = plan(NetworkRecipe(name="depth-sparse98"))
+    readers = count_readers(items(drawn), drawn.heads)
+    norms, others = readers["stem"]
+    assert norms == 1 and others >= 2
+    values = Values(readers)
+    values.put("stem", torch.zeros(1, 16, 8, 8))
+    for _ in range(norms + others):
+        values.take("stem")
+    assert not values.handles
+
+
+@pytest.mark.parametrize("pixels", [64, 128, 8192, 2**15, 2**17, 2**19, 3 * 64])
+@pytest.mark.parametrize("channels", [8, 16, 24, 32, 64, 96, 128])
+def test_tiles_divide_the_pixels(pixels: int, channels: int) -> None:
+    tiles = conv_tiles(pixels, channels, channels)
+    assert pixels % tiles.rows == 0 and tiles.columns >= min(channels, 64)
+    assert tiles.depth >= (3 * channels if tiles.taps == 3 else min(channels, 64))
+    assert pixels % elementwise_rows(pixels, channels) == 0
+    splits = weight_splits(pixels, channels, channels)
+    assert splits.outs * splits.ins <= 64 * 128
+
+
+def test_no_kernels_on_a_cpu() -> None:
+    assert not suits(build(NetworkRecipe(name="width-resnet42")), 128)
+
+
+def gradient(forward: object, net: NestedNet, x: Tensor, y: Tensor, half: bool) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        logits = forward(x)  # type: ignore[operator]
+    loss = sum((torch.nn.functional.cross_entropy(each.float(), y) for each in logits), torch.zeros((), device="cuda"))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]).double()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(name, 0) for name in CIFAR] + [("width-resnet42", 1), ("width-resnet42", 2), ("even-resnet42", 3)],
+)
+def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, stage: int) -> None:
+    torch.manual_seed(0)
+    nets = [build(NetworkRecipe(name=name), generator=torch.Generator().manual_seed(2)) for _ in range(3)]
+    nets = [net.cuda().to(memory_format=torch.channels_last).train() for net in nets]  # type: ignore[call-overload]
+    mine, half, full = (within(net, stage) if stage else net for net in nets)
+    assert suits(mine, 128)
+    x = torch.randn(128, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (128,), device="cuda")
+    fused = gradient(Fused(mine), mine, x, y, True)
+    theirs, exact = gradient(half, half, x, y, True), gradient(full, full, x, y, False)
+    assert (fused - exact).norm() < 1.25 * (theirs - exact).norm()
+    for a, b in zip(nets[0].buffers(), nets[2].buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.cuda
+def test_the_same_input_gives_the_same_bits() -> None:
+    net = build(NetworkRecipe(name="width-resnet42")).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    twin = copy.deepcopy(net)
+    x, y = torch.randn(128, 3, 32, 32, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
+    torch.backends.cudnn.deterministic = True
+    try:
+        first, second = (gradient(Fused(each), each, x, y, True) for each in (net, twin))
+    finally:
+        torch.backends.cudnn.deterministic = False
+    assert torch.equal(first, second)
