@@ -18,7 +18,7 @@ from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, over
 from nestling.rundir import RunDir
 from nestling.train import Training, device, engine, progress, train, train_side_by_side
 from nestling.train.device import able, lacks_memory, memory_explained, pick_device
-from nestling.train.ended import Ended, Moment
+from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.progress import Startup
 
 # --- numbers that come home late ----------------------------------------------------------------------------------
@@ -110,6 +110,20 @@ def test_time_that_is_up_writes_what_was_waiting(tmp_path: Path, monkeypatch: py
     assert len(run.read_log()) == 1 and run.load_checkpoint()[1]["epoch"] == 1
 
 
+def test_tensors_that_leave_together_arrive_as_they_were() -> None:
+    tensors = {
+        "weight": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        "count": torch.tensor(7),
+        "bias": torch.randn(5),
+        "view": torch.randn(6, 6)[1:3, ::2],
+    }
+    home = leaving_together(tensors)
+    assert list(home) == list(tensors)
+    assert all(torch.equal(home[name], tensor) and home[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    tensors["bias"].zero_()
+    assert home["bias"].abs().sum() > 0, "what has left does not change any more"
+
+
 # --- what a chip can do -------------------------------------------------------------------------------------------
 
 
@@ -129,6 +143,8 @@ def test_an_old_chip_trains_in_float32_and_uncompiled_and_says_why() -> None:
     found, given_up = able(bf16(), (6, 1), triton=True)
     assert (found.train.precision, found.train.compile) == ("float32", False)
     assert len(given_up) == 2 and "6.1" in given_up[1] and "7.0" in given_up[1]
+    eager = override(bf16(), ["train.engine=eager", "train.precision=float32"])
+    assert able(eager, (6, 1), triton=False) == (eager, []), "what was not asked for is not missed"
     found, given_up = able(bf16(), (9, 0), triton=False)
     assert not found.train.compile and "Triton is not installed" in given_up[0]
 
@@ -278,7 +294,7 @@ def test_graph_runs_side_by_side_are_what_they_are_alone(tmp_path: Path, strateg
         log = RunDir(path).read_log()
         assert [line["epoch"] for line in log] == [1, 2, 3] and all(line["seconds"] > 0 for line in log)
         for line, alone in zip(log, RunDir(path + "-alone").read_log(), strict=True):
-            assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-3)
+            assert line["train_loss"] == pytest.approx(alone["train_loss"], rel=2e-2)  # convolutions use TF32
 
 
 @pytest.mark.cuda

@@ -60,7 +60,7 @@ def able(recipe: Recipe, chip: tuple[int, int] | None = None, triton: bool | Non
         given_up.append(
             f"this GPU (compute capability {version}) has no bfloat16, which needs 8.0: training in float32"
         )
-    if train.compile and (chip < TRITON or not triton):
+    if train.compile and train.engine != "eager" and (chip < TRITON or not triton):
         train = replace(train, compile=False)
         found = f"compute capability {version}, 7.0 is needed" if chip < TRITON else "Triton is not installed"
         given_up.append(f"torch.compile cannot be used here ({found}): training without it, slower")
