@@ -9,6 +9,8 @@ written as a straightforward module (striped.py). Random images: time does not d
 """
 
 import argparse
+import gc
+import importlib.util
 import json
 import sys
 import time
@@ -305,6 +307,10 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="how many random training images")
     parser.add_argument("--json", default="", help="write all rows to this file")
     args = parser.parse_args()
+    if args.torchjd and importlib.util.find_spec("torchjd") is None:
+        parser.error(
+            "--torchjd needs torchjd: pip install 'nestling[compare]', or put it on PYTHONPATH (it is pure Python)"
+        )
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = True
     bandwidth, rate = ceilings(device)
@@ -323,6 +329,7 @@ def main() -> None:
             if args.json:  # after every row: a run that is stopped has not been for nothing
                 Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
             if device.type == "cuda":
+                gc.collect()  # drivers and their generators refer to each other
                 torch.cuda.empty_cache()
 
     keep(rows, first_table(args, split, device, (bandwidth, rate)))
