@@ -97,3 +97,14 @@ def test_both_tables_are_printed(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "osgd/sgd" in found and "backward each" in found and "vectorised" in found
     assert "beside_ratio" in (tmp_path / "rows.json").read_text()
+
+
+def test_own_kernels_can_be_left_out_for_a_while() -> None:
+    import step
+
+    before = step.tasks.suits
+    with step.unfused(True):
+        assert not step.tasks.suits(build(NetworkRecipe(name="width-resnet42")), 128)
+    with step.unfused(False):
+        assert step.tasks.suits is before
+    assert step.tasks.suits is before
