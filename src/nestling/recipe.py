@@ -75,15 +75,20 @@ class NetworkRecipe(Section):
 @dataclass(frozen=True)
 class StrategyRecipe(Section):
     name: Literal["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad", "greedy"] = "osgd"
-    order: tuple[Positive, ...] = ()  # stage numbers, most important first; empty = 1, 2, ..., n
+    # Stage numbers, most important first; empty = 1, 2, ..., n. Several orders one after another (1,2,3,3,2,1) share the
+    # epochs equally: the order then changes over time.
+    order: tuple[Positive, ...] = ()
     scope: Literal["all", "shared", "block", "tensor"] = "all"  # which parameters one projection sees
     importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
     refresh: Positive = 1  # recompute the combination's weights every k steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.order)) < len(self.order):
-            raise NestlingError(f"strategy.order names a stage twice: {show(self.order)}; name each stage once")
+        if len({self.order.count(stage) for stage in self.order}) > 1:
+            raise NestlingError(
+                f"strategy.order names a stage twice: {show(self.order)}; name each stage once, or write several whole "
+                "orders one after another"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,17 @@ class Recipe(Section):
     network: NetworkRecipe = field(default_factory=NetworkRecipe)
     strategy: StrategyRecipe = field(default_factory=StrategyRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy.name == "greedy":
+            given = {"strategy.order": self.strategy.order, "strategy.importance": self.strategy.importance}
+            for key, value in {**given, "train.distill": self.train.distill}.items():
+                if value:
+                    raise NestlingError(
+                        f"{key} is {show(value)} with strategy.name=greedy, which trains one stage at a time and has no "
+                        f"use for it; leave {key} out, or choose another strategy"
+                    )
 
 
 def keys() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestling.combine import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
 from nestling.combine.greedy import Greedy
+from nestling.combine.weighted import Order
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
 from nestling.gradients.reduce import group_of
@@ -21,16 +22,16 @@ from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
 
 
-def task_order(strategy: StrategyRecipe, stages: int) -> list[int]:
-    """Priorities as task indices, from the recipe's stage numbers."""
-    if not strategy.order:
-        return list(range(stages))
-    if sorted(strategy.order) != list(range(1, stages + 1)):
+def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
+    """Priorities as task indices, from the recipe's stage numbers: one order, or several to follow each other."""
+    order = strategy.order or tuple(range(1, stages + 1))
+    parts = [order[start : start + stages] for start in range(0, len(order), stages)]
+    if any(sorted(part) != list(range(1, stages + 1)) for part in parts):
         raise NestlingError(
             f"strategy.order={','.join(map(str, strategy.order))} is not an order of this network's stages; "
-            f"expected each of 1 to {stages} once, most important first."
+            f"expected each of 1 to {stages} once, most important first (or several such orders one after another)."
         )
-    return [stage - 1 for stage in strategy.order]
+    return [[stage - 1 for stage in part] for part in parts]
 
 
 def task_importance(strategy: StrategyRecipe, stages: int) -> list[float]:
@@ -41,9 +42,11 @@ def task_importance(strategy: StrategyRecipe, stages: int) -> list[float]:
     return list(strategy.importance) or [1.0] * stages
 
 
-def make_combiner(strategy: StrategyRecipe, stages: int) -> Weighted:
-    """The combiner a recipe names."""
-    order, importance = task_order(strategy, stages), task_importance(strategy, stages)
+def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1) -> Weighted:
+    """The combiner a recipe names. Several orders share the epochs equally, one after another."""
+    orders, importance = task_orders(strategy, stages), task_importance(strategy, stages)
+    several: Order = lambda epoch: orders[min(epoch * len(orders) // max(1, epochs), len(orders) - 1)]  # noqa: E731
+    order = several if len(orders) > 1 else orders[0]
     if strategy.name == "sgd":
         return SGD(importance)
     if strategy.name == "normsgd":
@@ -73,7 +76,7 @@ class Step:
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if compiled else net
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
-        combine = make_combiner(recipe.strategy, len(net.plan.heads))
+        self.combine = combine = make_combiner(recipe.strategy, len(net.plan.heads), recipe.train.epochs)
         needs_rows = combine.fixed(len(net.plan.heads), self.device) is None or recipe.train.diagnostics
         self.tasks: Tasks | None = None
         if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
@@ -85,7 +88,8 @@ class Step:
             )
 
     def begin(self, epoch: int) -> None:
-        """Call before every epoch (from 0): greedy training goes from stage to stage with it."""
+        """Call before every epoch (from 0): greedy training goes from stage to stage with it, priorities may change."""
+        self.combine.set_epoch(epoch)
         if self.greedy is not None:
             self.greedy.set_epoch(epoch)
 

@@ -1,0 +1,204 @@
+"""What a recipe can ask for beyond the paper (weights per stage, orders that change, distillation, averaging, warm-up) does what
+it says, under every strategy and on both ways of getting the tasks' gradients."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_train import digits, stepped, untimed, weights
+from torch import Tensor
+
+from nestling.combine import PCGrad
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet, build
+from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.rundir import RunDir
+from nestling.train import Training, train
+from nestling.train.step import Step, make_combiner
+
+STRATEGIES = ("sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "importance": ("strategy.importance=1,0.5,2",),
+    "order": ("strategy.order=3,1,2",),
+    "orders": ("strategy.order=1,2,3,3,2,1", "train.epochs=4"),
+    "distill": ("train.distill=0.7", "train.distill_temperature=3"),
+    "average": ("train.average=0.8",),
+    "smoothing": ("train.smoothing=0.1",),
+    "clip": ("train.clip=0.05",),
+    "everything": ("strategy.importance=1,0.5,2", "strategy.order=2,3,1", "train.distill=0.3", "train.average=0.5"),
+}
+
+
+def recipe(strategy: str, *settings: str, network: str = "width-digits") -> Recipe:
+    base = Recipe("step", network=NetworkRecipe(name=network), train=TrainRecipe(diagnostics=True))
+    return override(base, [f"strategy.name={strategy}", *settings])
+
+
+@pytest.mark.parametrize("network", ["width-digits", "depth-digits"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_both_ways_to_the_gradients_take_the_same_step(
+    strategy: str, option: str, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = recipe(strategy, *OPTIONS[option], network=network)
+    monkeypatch.setattr("nestling.train.step.PCGrad", partial(PCGrad, shuffle=False))  # else chance decides its turns
+    shared, first = stepped(chosen, own_subnets=False)
+    own, second = stepped(chosen, own_subnets=True)
+    assert torch.allclose(torch.stack(first), torch.stack(second), rtol=1e-6)
+    for (key, a), b in zip(shared.state_dict().items(), own.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-7, atol=1e-9), key  # losses are taken in float32
+
+
+# --- the gradient, written out --------------------------------------------------------------------------------------
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(16, 1, 8, 8, generator=generator).double(), torch.randint(0, 10, (16,), generator=generator)
+
+
+def plain_losses(net: NestedNet, x: Tensor, y: Tensor, made: TrainRecipe) -> list[Tensor]:
+    """Cross-entropy of every stage; earlier stages also learn from the last one's softened answer, which itself is fixed."""
+    logits = net(x)
+    losses = [F.cross_entropy(stage, y, label_smoothing=made.smoothing) for stage in logits]
+    if made.distill:
+        t = made.distill_temperature
+        soft = torch.softmax(logits[-1].detach() / t, 1)
+        for at, stage in enumerate(logits[:-1]):
+            log = torch.log_softmax(stage / t, 1)
+            kl = (soft * (soft.log() - log)).sum(1).mean() * t * t
+            losses[at] = (1 - made.distill) * losses[at] + made.distill * kl
+    return losses
+
+
+def plain_update(rows: list[Tensor], strategy: StrategyRecipe) -> Tensor:
+    k = list(strategy.importance) or [1.0] * len(rows)
+    if strategy.name.startswith("sgd"):
+        total = sum(weight * row for weight, row in zip(k, rows, strict=True))
+        return torch.as_tensor(total / (sum(k) if strategy.name == "sgd" else 1))
+    done: list[Tensor] = []
+    update = torch.zeros_like(rows[0])
+    for stage in strategy.order or range(1, len(rows) + 1):  # Gram-Schmidt, as the paper writes it
+        left = rows[stage - 1].clone()
+        for other in done:
+            left -= (left @ other) / (other @ other) * other
+        done.append(left)
+        update += k[stage - 1] * left
+    return update
+
+
+@pytest.mark.parametrize("own_subnets", [False, True])
+@pytest.mark.parametrize("option", ["importance", "order", "distill", "smoothing", "everything"])
+@pytest.mark.parametrize("strategy", ["sgd", "sgd-sum", "osgd"])
+def test_a_step_fills_in_the_gradient_that_the_recipe_describes(
+    strategy: str, option: str, own_subnets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = recipe(strategy, *OPTIONS[option])
+    net, (x, y) = build(chosen.network).double().train(), batch()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parameters = list(net.parameters())
+    rows = []
+    for loss in plain_losses(net, x, y, chosen.train):
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        masked = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+        rows.append(torch.cat([g.flatten() for g in masked]))
+    monkeypatch.setattr("nestling.train.step.worth_own_subnets", lambda _: own_subnets)
+    step = Step(net, torch.optim.SGD(parameters, lr=0.1), chosen)
+    step.gradients(x.contiguous(memory_format=torch.channels_last), y)
+    found = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+    expected = plain_update(rows, chosen.strategy)
+    assert float((found - expected).norm() / expected.norm()) < 1e-6  # losses are taken in float32
+
+
+# --- orders that change ----------------------------------------------------------------------------------------------
+
+
+def test_several_orders_share_the_epochs() -> None:
+    combine: Any = make_combiner(StrategyRecipe("osgd", order=(1, 2, 3, 3, 2, 1)), 3, epochs=5)
+    seen = []
+    for epoch in range(6):
+        combine.set_epoch(epoch)
+        seen.append(combine.priority(3))
+    assert seen == [(0, 1, 2)] * 3 + [(2, 1, 0)] * 3, "and the last one stays"
+
+
+@pytest.mark.parametrize("name", ["digits-width", "digits-depth"])
+def test_a_changed_order_is_a_changed_training_from_that_epoch_on(tmp_path: Path, name: str) -> None:
+    """Two epochs each: as with the first order for the first half, then as if that run went on with the other order."""
+    changing = digits("train.epochs=2", "train.lr=0.02", "strategy.order=1,2,3,3,2,1", name=name)
+    usual = digits("train.epochs=2", "train.lr=0.02", name=name)
+    train(changing, str(tmp_path / "changing"), quiet=True)
+    train(usual, str(tmp_path / "usual"), quiet=True)
+    first, second = untimed(tmp_path / "changing"), untimed(tmp_path / "usual")
+    assert first[0] == second[0] and first[1] != second[1]
+    # by hand: the usual run's state after one epoch, then an epoch in reverse order
+    again = Training(override(usual, ["strategy.order=3,2,1"]), RunDir.create(tmp_path / "hand"))
+    halfway = Training(usual, RunDir.create(tmp_path / "half"))
+    for epoch, _ in halfway.epochs():
+        if epoch == 1:
+            break
+    tensors, _ = RunDir(tmp_path / "half").load_checkpoint()
+    again.net.load_state_dict({k.removeprefix("net."): v for k, v in tensors.items() if k.startswith("net.")})
+    for key, parameter in again.net.named_parameters():
+        like = torch.empty_like(parameter)
+        again.optimizer.state[parameter]["momentum_buffer"] = like.copy_(tensors[f"momentum_buffer.{key}"])
+    again.done = 1
+    for _ in again.epochs():
+        pass
+    again.finish()
+    found, expected = weights(tmp_path / "changing"), weights(tmp_path / "hand")
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_a_run_stopped_in_each_order_ends_like_one_never_stopped(tmp_path: Path) -> None:
+    changing = digits("train.epochs=3", "strategy.order=1,2,3,2,3,1,3,2,1")
+    train(changing, str(tmp_path / "whole"), quiet=True)
+    for _ in range(2):
+        train(changing, str(tmp_path / "parts"), resume=(tmp_path / "parts").exists(), quiet=True, seconds=0)
+    train(changing, str(tmp_path / "parts"), resume=True, quiet=True)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+# --- averaging, warm-up, refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["sgd", "osgd"])
+def test_averaged_weights_are_the_moving_average_and_are_what_is_saved(tmp_path: Path, strategy: str) -> None:
+    chosen = digits("train.epochs=1", "train.average=0.9", f"strategy.name={strategy}")
+    training = Training(chosen, RunDir.create(tmp_path / "run"))
+    training.run.write_recipe(chosen)
+    kept = {k: v.clone() for k, v in training.net.state_dict().items() if v.is_floating_point()}
+    for _ in training.epochs():
+        kept = {k: 0.9 * kept[k] + 0.1 * training.net.state_dict()[k] for k in kept}
+    live = {k: v.clone() for k, v in training.net.state_dict().items()}
+    training.finish()
+    saved = weights(tmp_path / "run")
+    assert all(torch.allclose(saved[key], kept[key], rtol=1e-5, atol=1e-7) for key in kept)
+    assert all(torch.equal(live[key], value) for key, value in training.net.state_dict().items()), (
+        "training is undisturbed"
+    )
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "greedy"])
+def test_warm_up_and_averaging_run_under_every_strategy(tmp_path: Path, strategy: str) -> None:
+    chosen = digits("train.warmup=1", "train.average=0.9", f"strategy.name={strategy}", "train.lr=0.05")
+    results = train(chosen, str(tmp_path / "run"), quiet=True)
+    assert len(results["stages"]) == 3
+    log = RunDir(tmp_path / "run").read_log()
+    assert log[0]["lr"] == pytest.approx(0.05) and log[1]["lr"] < 0.05, "it has risen to the rate, then falls"
+
+
+@pytest.mark.parametrize("setting", ["strategy.order=3,2,1", "strategy.importance=1,2,3", "train.distill=0.5"])
+def test_greedy_refuses_what_it_has_no_use_for(setting: str) -> None:
+    with pytest.raises(NestlingError, match=rf"{setting.partition('=')[0]} is .* with strategy.name=greedy"):
+        digits("strategy.name=greedy", setting)
+
+
+@pytest.mark.parametrize("order", ["1,2,3,3,2", "1,2,3,1,1,1", "1,2"])
+def test_orders_that_are_none_are_refused(tmp_path: Path, order: str) -> None:
+    with pytest.raises(NestlingError, match=r"names a stage twice|expected each of 1 to 3 once"):
+        train(digits(f"strategy.order={order}"), str(tmp_path / "run"), quiet=True)
