@@ -21,8 +21,9 @@ from nestling.evaluate import errors, evaluate, trained
 from nestling.files import to_text, write_atomically
 from nestling.nets import NestedNet, build
 from nestling.recipe import from_dict
-from nestling.rundir import PROVENANCE, RECIPE
+from nestling.rundir import PROVENANCE, RECIPE, RunDir
 
+PROFILE = "profile.json"  # of a run, written by `nestling profile`, which stands further down the house
 FIRST = 1000  # test images on which a card can be checked quickly
 SHELF = Path(str(files("nestling"))) / "networks"
 
@@ -74,6 +75,12 @@ def evaluate_again(name: str, device: str = "cpu", small: bool = False) -> dict[
     return {"run": name, **found, "card": promised}
 
 
+def latency(run: RunDir) -> dict[str, Any]:
+    """What a run's profile says of every stage, and where it was measured; {} for a run without one."""
+    found: dict[str, Any] = run.read_json(PROFILE) if run.has(PROFILE) else {}
+    return {key: found[key] for key in ("device", "engine", "threads", "batch", "dtype", "repeats", "stages") if found}
+
+
 def pack(run: str, name: str) -> dict[str, Any]:
     """Put a finished run on the shelf: round its convolutions to float16, measure what that gives, write the card."""
     folder, net, data = trained(run)
@@ -96,6 +103,7 @@ def pack(run: str, name: str) -> dict[str, Any]:
         "std": data.std,
         "results": results,
         "first": {"n": FIRST, "errors": [round(float(error), 6) for error in first]},  # for a quick check
+        "latency": latency(folder),
         "provenance": folder.read_json(PROVENANCE),
     }
     write_atomically(SHELF / f"{name}.json", (to_text(text) + "\n").encode())
