@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import grad
 
-from nestling.fused import Fused, suits
+from nestling.errors import NestlingError
+from nestling.fused import Fused, launch, proof, suits
 from nestling.fused.forward import Unit, Values, count_readers, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
 from nestling.nets import NestedNet, build, plan
@@ -132,3 +134,34 @@ def test_the_same_input_gives_the_same_bits() -> None:
     finally:
         torch.backends.cudnn.deterministic = False
     assert torch.equal(first, second)
+
+
+SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))] + [(24, 32), (96, 8)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("channels", "side"), SHAPES)
+def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
+    like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
+    chosen = proof.tiles(like, channels, False), proof.tiles(like, channels, True), proof.splits(like, channels)
+    best = (conv_tiles(128 * side**2, channels, channels),) * 2 + (weight_splits(128 * side**2, channels, channels),)
+    assert chosen == best, "right, but not the fastest: this compiler gets the fastest choice wrong"
+    for seed in range(3):  # other numbers than the proof's own
+        x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
+        w = proof.random_weight(like, channels, channels)
+        kernel = w.permute(0, 3, 1, 2)
+        assert proof.close(launch.conv(x, w, channels)[0], torch.nn.functional.conv2d(x, kernel, padding=1))
+        z, affine = proof.random_image(like, channels, 7), torch.ones(4, channels, device="cuda")
+        back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
+        assert proof.close(launch.conv(dy, w, channels, back=(z, affine))[0], torch.where(z.float() + 1 > 0, back, 0))
+        expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
+        assert proof.close(launch.weight_gradient(x, dy, None), expected)
+
+
+@pytest.mark.cuda
+def test_wrong_tiles_are_noticed_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.empty(64, 16, 16, 16, device="cuda", dtype=torch.bfloat16)
+    real = launch.conv
+    monkeypatch.setattr(launch, "conv", lambda *a, **k: tuple(2 * each for each in real(*a, **k)))
+    with pytest.raises(NestlingError, match="wrong results"):
+        proof.tiles(like, 16, False)

@@ -86,7 +86,7 @@ class Sliced(nn.Module):
     def owners(self) -> dict[str, Tensor]:
         from_birth = torch.tensor([0, 7, 6, 4])  # born at 1: tasks 0 1 2; at 2: 1 2; at 3: 2
         born: Tensor = from_birth[self.births]
-        second = torch.where(self.get_buffer("mask")[:, :, 0, 0] > 0, born[:, None], 0)
+        second = torch.where(self.get_buffer("mask")[:, :, 0, 0].cpu() > 0, born[:, None], 0)
         owners = {
             "first.weight": born[:, None, None, None],
             "first.bias": born,

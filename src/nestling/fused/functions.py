@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import launch
+from nestling.fused import launch, proof
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class NormReluConv(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         h = launch.norm_relu(z, affine)
-        y, found = launch.conv(h, shadow, weight.shape[0], extra=shortcut, moments=wants_moments)
+        cout = weight.shape[0]
+        y, found = launch.conv(
+            h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=proof.tiles(h, cout, back=False)
+        )
         ctx.save_for_backward(z, affine, h, shadow, mask)
         ctx.shortcut = shortcut is not None
         ctx.set_materialize_grads(False)
@@ -60,8 +63,9 @@ class NormReluConv(torch.autograd.Function):
         z, affine, h, shadow, mask = ctx.saved_tensors
         assert dy is not None
         dy = laid_out(dy, z)
-        dw = launch.weight_gradient(h, dy, mask)
-        g, sums = launch.conv(dy, shadow, z.shape[1], back=(z, affine))
+        dw = launch.weight_gradient(h, dy, mask, proof.splits(h, dy.shape[1]))
+        cin = z.shape[1]
+        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=proof.tiles(dy, cin, back=True))
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
         return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None
 

@@ -46,7 +46,8 @@ def conv_tiles(pixels: int, cin: int, cout: int) -> Tiles:
     if cin == 8:
         depth, taps = 32, 3
     rows = next(rows for rows in (256, 128, 64) if fits(rows, columns, pixels))
-    return Tiles(rows, columns, depth, 4, 2 if columns <= 16 and pixels >= LARGE else 3, taps)
+    stages = 3 if columns > 16 else 2 if pixels >= LARGE else 4
+    return Tiles(rows, columns, depth, 4, stages, taps)
 
 
 def fits(rows: int, columns: int, pixels: int) -> bool:

@@ -1,0 +1,92 @@
+"""Tiles that are right, not only fast: before a shape is first used on a GPU, its kernels are compared with torch's own.
+
+A compiler may turn one choice of tiles into wrong code (Triton 3.6 did, for 256 x 16 x 16 in three stages). The first choice
+whose results agree is kept for the process; if none does, that is said, and the caller does without our kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import grad
+
+from nestling.errors import NestlingError
+from nestling.fused import launch
+from nestling.fused.launch import Splits, Tiles
+
+CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
+STAGES = (2, 4, 1)  # tried in turn after the fastest
+
+Choice = TypeVar("Choice", Tiles, Splits)
+known: dict[tuple[Any, ...], Any] = {}
+
+
+def tiles(x: Tensor, cout: int, back: bool) -> Tiles:
+    """For a convolution of images like x to `cout` channels, forward or backward."""
+    best = launch.conv_tiles(launch.rows_of(x), x.shape[1], cout)
+    return first_right(("conv", back, cout), x, best, lambda choice: conv_agrees(x, cout, back, choice))
+
+
+def splits(x: Tensor, cout: int) -> Splits:
+    """For the gradient of the weight between images like x and `cout` channels."""
+    best = launch.weight_splits(launch.rows_of(x), x.shape[1], cout)
+    return first_right(("weight", cout), x, best, lambda choice: weight_agrees(x, cout, choice))
+
+
+def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable[[Choice], bool]) -> Choice:
+    if x.device.type != "cuda":  # interpreted, for tests: there is no compiler to distrust
+        return best
+    key = (*kind, x.shape, x.dtype, x.device)
+    if key not in known:
+        others: list[Any] = [best._replace(stages=stages) for stages in STAGES if stages != best.stages]
+        with torch.no_grad(), torch.autocast("cuda", enabled=False):
+            right = next((choice for choice in (best, *others) if agrees(choice)), None)
+        if right is None:
+            raise NestlingError(
+                f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
+                "tiles; this version of Triton miscompiles them. Use train.compile=false, and please report the versions."
+            )
+        known[key] = right
+    found: Choice = known[key]
+    return found
+
+
+def random_image(like: Tensor, channels: int, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    x = torch.randn((like.shape[0], channels, *like.shape[2:]), device=like.device, generator=generator)
+    return x.to(like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(3)
+    return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
+
+
+def conv_agrees(like: Tensor, cout: int, back: bool, choice: Tiles) -> bool:
+    x = random_image(like, like.shape[1], 0)
+    if not back:
+        w = random_weight(like, cout, like.shape[1])
+        y, moments = launch.conv(x, w, cout, moments=True, tiles=choice)
+        expected = torch.nn.functional.conv2d(x, w.permute(0, 3, 1, 2), padding=1)
+        return close(y, expected) and close(moments[0].mean(1), expected.float().mean((0, 2, 3)), expected)
+    w = random_weight(like, like.shape[1], cout)
+    z, affine = random_image(like, cout, 1), torch.ones(4, cout, device=like.device)
+    g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
+    whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1)
+    expected = torch.where(z.float() + 1 > 0, whole, 0)
+    scale = expected.float().abs().sum((0, 2, 3))
+    return close(g, expected) and close(sums[0].sum(1), expected.float().sum((0, 2, 3)), scale)
+
+
+def weight_agrees(like: Tensor, cout: int, choice: Splits) -> bool:
+    x, dy = random_image(like, like.shape[1], 0), random_image(like, cout, 1)
+    shape = (cout, like.shape[1], 3, 3)
+    found = launch.weight_gradient(x, dy, None, choice)
+    return close(found, grad.conv2d_weight(x, shape, dy, padding=1))
+
+
+def close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether two tensors agree to a small part of the largest value; this waits for the device."""
+    largest = (expected if scale is None else scale).abs().max()
+    return bool((found.float() - expected.float()).abs().max() <= CLOSE * largest)
