@@ -22,6 +22,7 @@ from nestling.recipe import NetworkRecipe, override
 from nestling.recipes import RECIPES, named
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
+from nestling.rundir import RunDir
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
 
@@ -254,6 +255,18 @@ def test_time_that_is_up_stops_the_whole_grid(tmp_path: Path) -> None:
     with pytest.raises(NestlingError, match="give them more time"):
         command("digits", **words, out=str(tmp_path), minutes=0.0005)
     assert [logged(path.parent) for path in tmp_path.glob("*/log.jsonl")] == [1]
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+    words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK, "results": ""}
+    [(first, _), (second, _)] = cells("digits", words["network"], words["strategy"], 1, QUICK)
+    RunDir.create(tmp_path / first).write_recipe(named("digits-depth"))  # somebody else's
+    found = command("digits", **words, out=str(tmp_path))
+    assert list(found["failed"]) == [str(tmp_path / first)]
+    assert "was trained with another recipe" in found["failed"][str(tmp_path / first)]
+    assert {row["strategy"] for row in found["rows"]} == {"osgd"} and (tmp_path / second / "results.json").exists()
+    with pytest.raises(NestlingError, match="was trained with another recipe"):
+        command("digits", **{**words, "strategy": ("sgd",)}, out=str(tmp_path))
 
 
 def test_a_grid_killed_twice_ends_like_one_never_killed(tmp_path: Path) -> None:

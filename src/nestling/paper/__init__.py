@@ -58,21 +58,22 @@ def command(
     if part in WRITE_UP:
         return {"part": part, **write_up(part, out, results, page, strategy, data, set)}
     chosen = list(cells(part, network, strategy, seeds, set, scope, order))
+    failed: dict[str, str] = {}
     if not dry:
         options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
         words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
-        train_cells(
-            chosen, out, beside, 60 * minutes if minutes else float("inf"), f"{' '.join(words)} --seeds {seeds}"
-        )
+        seconds = 60 * minutes if minutes else float("inf")
+        failed = train_cells(chosen, out, beside, seconds, f"{' '.join(words)} --seeds {seeds}")
     rows = collect(Path(out) / name for name, _ in chosen)
     if not rows:
+        why = next((f"; {path} failed: {text}" for path, text in failed.items()), "")
         raise NestlingError(
-            f"no run of {part} is finished in {out}; train some (without --dry), or give them more time."
+            f"no run of {part} is finished in {out}; train some (without --dry), or give them more time{why or '.'}"
         )
     files = store(rows, results) if results else []
     networks = list(dict.fromkeys(row["network"] for row in rows))
     means = {"rows": compare(rows), "top5": compare(rows, "top5")}
-    return {"part": part, "runs": len(chosen), "networks": networks, "results": files, **means}
+    return {"part": part, "runs": len(chosen), "networks": networks, "results": files, "failed": failed, **means}
 
 
 def write_up(
@@ -99,6 +100,7 @@ def show(result: dict[str, Any]) -> Group:
         lines += [f"missing: {command}" for command in result["missing"]]
     else:
         lines += [f"rows are in {path}" for path in result["results"]]
+        lines += [f"failed: {path}: {why}" for path, why in result["failed"].items()]
     shown = tables(result["rows"], result["top5"], result["networks"])
     return Group(*(terminal(table) for table in shown), Text("\n".join(lines)))
 

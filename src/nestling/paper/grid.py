@@ -137,17 +137,36 @@ def sizes_of(network: str) -> tuple[tuple[str, int], ...]:
     return sizes(NetworkRecipe(name=network))
 
 
-def train_cells(chosen: list[tuple[str, Recipe]], out: str, beside: int, seconds: float, command: str) -> None:
-    """Train what is not finished, `beside` runs at a time where there is a GPU, one after another elsewhere."""
+def train_cells(
+    chosen: list[tuple[str, Recipe]], out: str, beside: int, seconds: float, command: str
+) -> dict[str, str]:
+    """Train what is not finished, `beside` runs at a time where there is a GPU, one after another elsewhere.
+
+    A run that fails (its loss is no number any more, its folder holds something else) does not keep the others from
+    theirs: it comes back with what was wrong.
+    """
     until = time.monotonic() + seconds
     todo = [(recipe, str(Path(out) / name)) for name, recipe in chosen if not RunDir(Path(out) / name).has(RESULTS)]
     together = beside if torch.cuda.is_available() else 1
-    for start in range(0, len(todo), together):
+    failed: dict[str, str] = {}
+
+    def go(runs: list[tuple[Recipe, str]]) -> None:
         left = until - time.monotonic()
         if left <= 0:
             return
-        if together > 1:
-            train_side_by_side(todo[start : start + together], command, left)
-        else:
-            recipe, path = todo[start]
-            train(recipe, path, resume=(Path(path) / RECIPE).exists(), command=command, seconds=left)
+        try:
+            if len(runs) > 1:
+                train_side_by_side(runs, command, left)
+            else:
+                [(recipe, path)] = runs
+                train(recipe, path, resume=(Path(path) / RECIPE).exists(), command=command, seconds=left)
+        except NestlingError as error:
+            if len(runs) == 1:
+                failed[runs[0][1]] = str(error)
+            else:  # which of them it was shows when each goes on by itself
+                for each in runs:
+                    go([each])
+
+    for start in range(0, len(todo), together):
+        go(todo[start : start + together])
+    return failed
