@@ -2,18 +2,22 @@
 
     python benchmarks/deadlines.py ontime runs/NAME --json results/ontime.json    # 10,000 answers while both cores are busy
     python benchmarks/deadlines.py curve runs/NEST --alone runs/W1 runs/W2 runs/W4 --json results/curve.json
+    python benchmarks/deadlines.py pictures runs/NAME --pictures test.npz         # then, with torch not importable:
+    python benchmarks/deadlines.py ontime runs/NAME/export-onnx --portable --pictures test.npz
     python benchmarks/deadlines.py stress --json results/stress.json              # 100,000 answers, 8 threads
 
 `ontime` and `stress` take a run's folder or a network's name, and with --portable a folder that `nestling export` wrote.
-ontime: every image is asked once, with a random deadline of 0.2 to 1.5 times the full latency. In turn with the questions
-come bare timers of the same length and questions without a deadline, whose stage times are the profile that predicts who
-answers when. curve: the latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
+ontime: every image is asked once, with a random deadline of 0.2 to 1.5 times the full latency. What the runtime
+foretells before each question learns from questions with a deadline alone. Among the questions are bare timers of the
+same lengths, and questions without a deadline, whose stage times are a profile under load, for comparison. curve: the
+latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
 """
 
 import argparse
 import itertools
 import json
 import os
+import platform
 import random
 import resource
 import subprocess
@@ -22,6 +26,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS = 7
+TOGETHER = 50  # images, where time does not matter
 PAUSE = 0.003  # seconds between questions: frames do not come back to back
 
 
@@ -53,13 +60,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 class Subject:
     """What is asked: a runtime, images for it, their labels and which stages are right where that is known."""
 
-    def __init__(self, source: str, portable: bool, threads: int) -> None:
+    def __init__(self, source: str, portable: bool, threads: int, pictures: str = "") -> None:
         self.images: NDArray[Any]
         self.wrong: NDArray[np.float64] | None = None  # (1 + stages, N): the prior, then each stage
         if portable:
             from nestling.portable import Portable
 
             self.runtime: Any = Portable(source, threads)
+            if pictures:
+                self.look(pictures)
         else:
             self.runtime = self.open(source, threads)
         if not hasattr(self, "images"):
@@ -85,46 +94,106 @@ class Subject:
         )
         right = tensors["logits"].argmax(2).numpy() == labels
         self.wrong = 1.0 - np.vstack([labels == int(runtime.prior.argmax()), right])
+        self.labels = labels
         return runtime
+
+    def look(self, pictures: str) -> None:
+        """Images and labels from a file that `pictures` wrote; what each stage says of them, it says now."""
+        with np.load(pictures) as found:
+            self.images, labels = found["images"], found["labels"]
+        said: list[list[NDArray[Any]]] = [[] for _ in self.runtime.spec.sizes]
+        for start in range(0, len(labels), TOGETHER):
+            for stage, answers in enumerate(self.runtime.answers(self.images[start : start + TOGETHER])):
+                said[stage].append(np.array([answer.label for answer in answers]))
+        right = [np.concatenate(each) == labels for each in said]
+        self.wrong = 1.0 - np.vstack([labels == int(self.runtime.prior.argmax()), right])
+
+
+def pictures(options: argparse.Namespace) -> dict[str, Any]:
+    """A run's test images and labels as one file, for who cannot import torch."""
+    subject = Subject(options.source, False, options.threads)
+    subject.runtime.close()
+    np.savez(options.pictures, images=subject.images, labels=subject.labels)
+    return {"what": "pictures", "file": options.pictures, "images": len(subject.images)}
 
 
 # --- on time -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a forecast is made of. It is made later, so that making it does not keep the machine busy between questions."""
+
+    looks: list[float]
+    slowdown: float
+    recent: list[Any]
+
+    def shares(self, trace: Any) -> NDArray[np.float64]:
+        from nestling.anytime.forecast import Forecast, Recent
+
+        return Forecast(trace, recent=Recent(self.recent)).shares(self.looks, self.slowdown)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question with a deadline, and what the runtime knew just before it."""
+
+    image: int
+    limit: float  # seconds
+    wake: float  # when its caller meant to look
+    known: "Known"
+    stage: int  # that answered
+    late: float
+
+
 def ontime(options: argparse.Namespace) -> dict[str, Any]:
-    subject = Subject(options.source, options.portable, options.threads)
+    subject = Subject(options.source, options.portable, options.threads, options.pictures)
     runtime, images, chance = subject.runtime, subject.images, random.Random(0)
     quiet = np.array([runtime.timeline(images[i % len(images)]) for i in range(200)])
     order = np.random.default_rng(0).permutation(max(options.answers, len(images))) % len(images)
-    asked: list[tuple[int, float, float, float, int, float]] = []  # image, deadline, wake, slowdown, stage, late
+    asked: list[Asked] = []
     bare: list[float] = []
     trace: list[list[float]] = []
     with busy(options.busy):
         full = float(np.median([warm_question(runtime, images[i % len(images)])[-1] for i in range(200)]))
-        for number in range(options.answers):
+        while len(asked) < options.answers:
+            # Timers, questions and profile come in random turns, so that each finds the machine as the others do.
             limit = full * chance.uniform(0.2, 1.5)
-            began = time.monotonic()
-            time.sleep(limit)
-            bare.append(time.monotonic() - began - limit)
-            if number % 2 == 0:
-                trace.append(warm_question(runtime, images[order[number]]))
+            image = images[order[len(asked)]]
             time.sleep(PAUSE)
-            wake, slowdown = runtime.margin.before(limit), runtime.pace.slowdown
+            turn = chance.random()
             began = time.monotonic()
-            answer = runtime.answer(images[order[number]], limit)
-            late = time.monotonic() - began - limit
-            asked.append((int(order[number]), limit, wake, slowdown, answer.stage, late))
+            if turn < 0.25:
+                time.sleep(limit)
+                bare.append(time.monotonic() - began - limit)
+            elif turn < 0.5:
+                trace.append(runtime.timeline(image))
+            else:
+                wake, recent = runtime.margin.before(limit), list(runtime.worker.recent.trails)
+                known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, recent)
+                began = time.monotonic()
+                answer = runtime.answer(image, limit)
+                late = time.monotonic() - began - limit
+                asked.append(Asked(int(order[len(asked)]), limit, wake, known, answer.stage, late))
     runtime.close()
-    lateness, timers = percentiles([row[5] for row in asked]), percentiles(bare)
+    lateness, timers = percentiles([each.late for each in asked]), percentiles(bare)
     result = {
         "what": "ontime", "network": runtime.spec.name, "engine": runtime.engine.name, "threads": options.threads,
         "busy_processes": options.busy, "answers": len(asked), "lost": options.answers - len(asked),
-        "full_ms": full * 1e3, "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
+        "timers": len(bare), "profiled": len(trace), "full_ms": full * 1e3,
+        "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
         "lateness_ms": lateness, "bare_timer_ms": timers, "p99_over_bare_ms": lateness["p99"] - timers["p99"],
-        "deadlines": by_deadline(asked, np.array(trace), quiet, full, subject.wrong),
+        "deadlines": by_deadline(asked, np.array(trace), known_trace(runtime), full, subject.wrong),
     }  # fmt: skip
-    errors = [abs(row["error"] - row["predicted_error"]) for row in result["deadlines"] if "error" in row]
-    return {**result, "largest_error_difference": max(errors) if errors else None}
+    for name, key in (("forecast", "predicted_error"), ("profile_under_load", "profile_error")):
+        off = [100 * abs(row["error"] - row[key]) for row in result["deadlines"] if "error" in row]
+        result[f"points_off_{name}"] = max(off, default=None)
+    return result
+
+
+def known_trace(runtime: Any) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.cumsum(runtime.pace.base)[None] if runtime.trace is None else runtime.trace
+    return found
 
 
 def warm_question(runtime: Any, image: NDArray[Any]) -> list[float]:
@@ -134,35 +203,35 @@ def warm_question(runtime: Any, image: NDArray[Any]) -> list[float]:
 
 
 def by_deadline(
-    asked: Sequence[tuple[int, float, float, float, int, float]],
+    asked: Sequence[Asked],
     trace: NDArray[np.float64],
     quiet: NDArray[np.float64],
     full: float,
     wrong: NDArray[np.float64] | None,
 ) -> list[dict[str, Any]]:
-    """Who answered, how well, and what the profile predicted, for deadlines in bins."""
+    """Who answered, how well, and what was foretold: by the runtime, and by the profile taken under the same load."""
     from nestling.anytime.forecast import Forecast
 
-    busy_profile, quiet_profile = Forecast(trace), Forecast(quiet)
+    profile = Forecast(trace)
     edges = np.linspace(0.2, 1.5, BINS + 1) * full
     rows = []
     for low, high in itertools.pairwise(edges):
-        inside = [row for row in asked if low <= row[1] < high]
+        inside = [each for each in asked if low <= each.limit < high]
         if not inside:
             continue
-        expected = np.array([busy_profile.shares(wake) for _, _, wake, _, _, _ in inside])
-        from_quiet = np.array([quiet_profile.shares(wake, slowdown) for _, _, wake, slowdown, _, _ in inside])
-        stages = np.array([stage for *_, stage, _ in inside])
+        foretold = np.array([each.known.shares(quiet) for each in inside])
+        profiled = np.array([profile.shares(each.wake) for each in inside])
+        stages = np.array([each.stage for each in inside])
         row: dict[str, Any] = {
             "deadline_ms": [low * 1e3, high * 1e3], "n": len(inside),
             "shares": [float((stages == s).mean()) for s in range(trace.shape[1] + 1)],
-            "predicted_shares": [float(v) for v in expected.mean(axis=0)],
+            "predicted_shares": [float(v) for v in foretold.mean(axis=0)],
         }  # fmt: skip
         if wrong is not None:
-            faults = wrong[:, [image for image, *_ in inside]]  # (1 + stages, n), the very images that were asked
+            faults = wrong[:, [each.image for each in inside]]  # (1 + stages, n), the very images that were asked
             row["error"] = float(faults[stages, np.arange(len(inside))].mean())
-            row["predicted_error"] = float((expected.T * faults).sum(axis=0).mean())
-            row["predicted_from_quiet_profile"] = float((from_quiet.T * faults).sum(axis=0).mean())
+            row["predicted_error"] = float((foretold.T * faults).sum(axis=0).mean())
+            row["profile_error"] = float((profiled.T * faults).sum(axis=0).mean())
         rows.append(row)
     return rows
 
@@ -176,6 +245,7 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
     from nestling.anytime.engine import Stop
     from nestling.deadline import NEST, ORACLE_ALL, anytime, oracle_all, timed
     from nestling.evaluate import OUTPUTS
+    from nestling.report.runs import CURVE
     from nestling.rundir import RunDir
     from nestling.runtime.build import build_engine
     from nestling.runtime.runtime import load_run
@@ -212,7 +282,7 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
     limits = [float(f) * largest for f in np.linspace(0.2, 1.5, 27)]
     ours, theirs = anytime(NEST, nest, limits, classes), oracle_all(alone, limits, classes)
     differences = [100 * (b.error - a.error) for a, b in zip(ours, theirs, strict=True)]  # points of accuracy
-    return {
+    found = {
         "what": "curve", "nest": folders[0], "alone": options.alone, "threads": options.threads,
         "mean_ms": {name: [float(v) for v in np.mean(t, axis=0)] for name, t in zip(names, shuffled, strict=True)},
         "repeats": len(traces[0]), "deadlines_ms": limits, "engine": engines[0].name,
@@ -220,6 +290,8 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
         "nest_answered": [row.answered for row in ours], "schemes": [NEST, ORACLE_ALL],
         "mean_points_above_oracle_all": float(np.mean(differences)), "worst_points_below": float(-min(differences)),
     }  # fmt: skip
+    RunDir.open(folders[0]).write_json(CURVE, found)  # reports draw it
+    return found
 
 
 # --- does it last ------------------------------------------------------------------------------------------------
@@ -327,6 +399,9 @@ def main() -> None:
     parser.add_argument(
         "--portable", action="store_true", help="the source is an exported folder; torch is not imported"
     )
+    parser.add_argument(
+        "--pictures", default="", help="with --portable: test images, from a file that `pictures` wrote"
+    )
     parser.add_argument("--alone", nargs="*", default=[], help="curve: runs of independent networks")
     parser.add_argument("--answers", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1500, help="curve: measurements of every network")
@@ -335,13 +410,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--json", nargs="?", const="-", help="a file, or stdout")
     options = parser.parse_args()
-    options.answers = options.answers or {"ontime": 10_000, "stress": 100_000, "curve": 0}[options.what]
+    if options.portable:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails from here on
+    options.answers = options.answers or {"ontime": 10_000, "stress": 100_000}.get(options.what, 0)
     options.source = options.source or {"ontime": "width-resnet42", "stress": "width-digits"}.get(options.what, "")
     result = PARTS[options.what](options)
-    if not options.portable:
-        from nestling.provenance import provenance
-
-        result |= {"provenance": provenance(" ".join(sys.argv), "cpu", time.time)}
+    result |= {"provenance": where(options.portable)}
     if options.json and options.json != "-":
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     if options.json == "-":
@@ -350,7 +424,22 @@ def main() -> None:
         report(result)
 
 
-PARTS = {"ontime": ontime, "curve": curve, "stress": stress}
+def where(portable: bool) -> dict[str, Any]:
+    """Command, versions and machine; without torch only what the standard library tells."""
+    command = " ".join(sys.argv)
+    if not portable:
+        from nestling.provenance import provenance
+
+        return provenance(command, "cpu", time.time) | {"onnxruntime": version("onnxruntime")}
+    versions = {name: version(name) for name in ("nestling", "numpy", "onnxruntime")}
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {
+        "command": command, "started": started, "versions": {"python": platform.python_version()} | versions,
+        "platform": platform.platform(), "cores": os.cpu_count(), "torch": "not importable",
+    }  # fmt: skip
+
+
+PARTS = {"ontime": ontime, "curve": curve, "stress": stress, "pictures": pictures}
 
 
 def report(result: dict[str, Any]) -> None:
@@ -358,13 +447,14 @@ def report(result: dict[str, Any]) -> None:
     for key, value in result.items():
         if key == "deadlines":
             print(
-                "deadline ms      n  answered by (prior, stages)      predicted                        error  predicted"
+                "deadline ms      n  answered by (prior, stages)      predicted                       error  predicted  profile"
             )
             for row in value:
                 shares = " ".join(f"{v:5.3f}" for v in row["shares"])
                 expected = " ".join(f"{v:5.3f}" for v in row["predicted_shares"])
                 low, high = row["deadline_ms"]
                 errors = f"{100 * row['error']:6.2f} {100 * row['predicted_error']:6.2f}" if "error" in row else ""
+                errors += f" {100 * row['profile_error']:6.2f}" if errors else ""
                 print(f"{low:5.1f}-{high:5.1f} {row['n']:6}  {shares}   {expected}   {errors}")
         elif key != "provenance":
             print(f"{key}: {value}")

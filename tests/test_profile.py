@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from nestling import confidence, cost, predict, profile
-from nestling.anytime.forecast import Forecast
+from nestling.anytime.forecast import Forecast, Recent, survey
 from nestling.cli import main
 from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS
@@ -98,6 +98,51 @@ def test_more_time_is_never_expected_to_be_worse(seed: int, deadline: float, mor
     forecast = Forecast(trace, [0.3, 0.2, 0.1], 0.9)
     assert forecast.error(deadline + more) <= forecast.error(deadline) + 1e-12
     assert forecast.shares(deadline).sum() == pytest.approx(1)
+
+
+def test_questions_that_were_given_up_count_up_to_then() -> None:
+    """Three cases: done after 1, given up after 2, done after 3. Of the two left after 1 one is followed to its end."""
+    times, ended = np.array([1, np.inf, 3.0]), np.array([np.inf, 2.0, np.inf])
+    limits = np.array([0.5, 1, 2.5, 3])
+    found = survey(times, ended, limits, profile=np.array([100.0]))
+    np.testing.assert_allclose(found, [0, 1 / 3, 1 / 3, 1])
+    times, ended = np.array([1, np.inf, np.inf]), np.array([np.inf, 2.0, 4.0])
+    found = survey(times, ended, np.array([3, 4, 6, 9]), profile=np.array([5.0, 7, 8, 3]))
+    np.testing.assert_allclose(found, [1 / 3, 1 / 3, 1 - 2 / 3 * 2 / 3, 1])  # after 4 as in the profile
+
+
+@given(st.integers(0, 1000), st.floats(0.5, 4))
+def test_a_forecast_learns_from_questions_with_deadlines(seed: int, slower: float) -> None:
+    """The machine spreads as no slow-down tells; the profile is wrong, and after some hundred questions it is forgotten."""
+    chance = np.random.default_rng(seed)
+    recent = Recent()
+    forecast = Forecast([[1.0, 2.0]], [0.2, 0.1], 0.9, recent)
+    for _ in range(500):
+        done = np.cumsum(chance.exponential(slower, 2))
+        limit = chance.uniform(0.2, 4) * slower
+        recent.add([float(v) for v in done if v <= limit], limit, slowdown=1.1)
+    truth = np.cumsum(chance.exponential(slower, (20_000, 2)), axis=1)
+    for limit in (0.5 * slower, 1.5 * slower, 3 * slower):
+        expected = [(truth[:, 0] > limit).mean(), (truth[:, 1] > limit).mean() - (truth[:, 0] > limit).mean()]
+        np.testing.assert_allclose(forecast.shares(limit)[:2], expected, atol=0.12)
+        assert forecast.shares(limit).sum() == pytest.approx(1)
+    assert forecast.shares(1.5 * slower, slowdown=4).tolist() == Forecast([[1.0, 2.0]]).shares(1.5 * slower, 4).tolist()
+
+
+def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
+    with Runtime(run, device="cpu") as runtime:
+        runtime.worker.recent.trails.clear()
+        image = np.zeros(runtime.spec.shape, np.float32)
+        runtime.answer(image, 10.0)
+        runtime.timeline(image)  # measuring does not count
+        runtime.answer(np.stack([image, image]), 10.0)  # nor do batches
+        [(done, ended, slowdown)] = runtime.worker.recent.trails
+        assert len(done) == 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
+        answer = next(runtime.answers(image))
+        answer.refine()
+        runtime.answer(image)
+        (given_up, ended, _), (whole, _, _) = list(runtime.worker.recent.trails)[1:]
+        assert 1 <= len(given_up) <= 3 and ended >= given_up[-1] and len(whole) == 3
 
 
 # --- confidence --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nestling
-from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop, prompt
+from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop, bell, prompt
 from nestling.anytime.answer import softmax
 from nestling.anytime.engine import Floats
 from nestling.anytime.mailbox import Mailbox
@@ -465,6 +465,40 @@ def test_no_letter_is_lost_between_threads() -> None:
         box.get(0)
 
 
+BELLS = [bell.LockBell, *([bell.SemaphoreBell] if bell.LIBRARY else [])]
+
+
+@pytest.mark.parametrize("kind", BELLS)
+def test_a_bell_wakes_whoever_waits_and_keeps_time(kind: Any) -> None:
+    rung = kind()
+    began = time.monotonic()
+    assert not rung.wait(began - 1) and not rung.wait(began + 0.02) and time.monotonic() - began >= 0.02
+    rung.ring()
+    assert rung.wait(began - 1) and not rung.wait(began - 1)  # a ring is kept for who comes later, once
+    for until in (math.inf, time.monotonic() + 5):
+        timer = threading.Timer(0.02, rung.ring)
+        timer.start()
+        began = time.monotonic()
+        assert rung.wait(until) and time.monotonic() - began < 0.02 + SLACK
+        timer.join()
+
+
+def test_a_thread_stopped_before_it_waits_does_not_wait_the_longer() -> None:
+    """The kernel may stop a thread between working out how long to sleep and sleeping; only a point in time is safe."""
+    began = time.monotonic()
+    stops = iter([0.0, 0.1])
+
+    def clock() -> float:
+        time.sleep(next(stops, 0.0))
+        return time.monotonic()
+
+    box: Mailbox[int] = Mailbox()
+    clock()
+    with pytest.raises(TimeoutError):
+        box.wait(began + 0.15, clock)
+    assert 0.15 <= time.monotonic() - began < 0.15 + min(SLACK, 0.08)
+
+
 def test_a_waiting_thread_gets_its_own_scheduling_back() -> None:
     def attributes() -> bytes:
         buffer = ctypes.create_string_buffer(prompt.SIZE)
@@ -475,7 +509,9 @@ def test_a_waiting_thread_gets_its_own_scheduling_back() -> None:
 
     before = attributes()
     with prompt.Promptly():
-        inside = attributes()
+        with prompt.Promptly():
+            pass
+        inside = attributes()  # what the inner one found is not put back before the outer one ends
     assert attributes() == before and os.getpriority(os.PRIO_PROCESS, 0) == struct.unpack(prompt.LAYOUT, before)[3]
     assert struct.unpack(prompt.LAYOUT, inside)[5] in (prompt.SLICE, struct.unpack(prompt.LAYOUT, before)[5])
 

@@ -1,7 +1,7 @@
 """Answers before a deadline: the part of the runtime that needs no torch, only numpy.
 
 answer.py is what a caller gets; engine.py what a stage engine must offer; worker.py runs stages (work.py) in a thread of
-its own and decides which; caller.py is the caller's side, with mailbox.py and prompt.py to wake up on time; pace.py and
+its own and decides which; caller.py is the caller's side, with mailbox.py, bell.py and prompt.py to wake up on time; pace.py and
 forecast.py predict; spec.py and inputs.py say what goes in; manifest.py and onnx.py run exported stages.
 """
 

@@ -13,15 +13,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nestling.anytime.answer import Answer, softmax
 from nestling.anytime.engine import Engine, Floats
+from nestling.anytime.forecast import Forecast
 from nestling.anytime.inputs import Intake, deadlines, seconds
 from nestling.anytime.mailbox import Mailbox
 from nestling.anytime.pace import Margin, Pace
 from nestling.anytime.prompt import Promptly
 from nestling.anytime.spec import Spec
-from nestling.anytime.work import News, Row, Work
+from nestling.anytime.work import News, Row, Trail, Work
 from nestling.anytime.worker import Worker
 from nestling.errors import NestlingError
 
@@ -52,6 +54,9 @@ class Anytime:
         prior = np.array(spec.prior or [1 / len(spec.classes)] * len(spec.classes), np.float32)
         self.prior: Floats = prior
         self.thresholds: tuple[float, ...] = ()
+        self.trace: NDArray[np.float64] | None = (
+            None  # seconds until each stage's answer on the quiet device, if profiled
+        )
         keep = max(1, memory // max(1, engine.row_bytes))
         if engine.most:  # those queued and those parked, each at most `keep`, and the one that runs
             keep = max(1, min(keep, (engine.most - 1) // 2))
@@ -72,6 +77,8 @@ class Anytime:
     def timeline(self, x: Any) -> list[float]:
         """Seconds from a question until each stage's answer was there, whether or not anybody looked: for measuring."""
         pending = self.ask(x, None, None, every=True)
+        for row in pending.rows:
+            row.trail = None  # measuring is not asking: forecasts learn from questions alone
         found: list[float] = []
         try:
             while len(found) < self.spec.stages and (news := pending.next_news(float("inf"))) is not None:
@@ -79,6 +86,15 @@ class Anytime:
         finally:
             pending.leave()
         return found
+
+    def forecast(self, deadline: float) -> tuple[list[float], float | None]:
+        """What to expect of a deadline now: the share of single questions that the prior and each stage will answer, and
+        the expected error where the errors of all stages are known. From the profile, the slow-down of the moment, and the
+        last questions that were asked when the machine was about as slow as now."""
+        trace = np.cumsum(self.pace.base)[None] if self.trace is None else self.trace
+        forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max()), self.worker.recent)
+        shares = forecast.shares(self.margin.looks(seconds(deadline)), self.pace.slowdown)
+        return [float(share) for share in shares], float(shares @ forecast.errors) if self.spec.errors else None
 
     # --- the four ways to ask ------------------------------------------------------------------------------------
 
@@ -88,7 +104,8 @@ class Anytime:
         A batch may have one deadline per image, and the call returns at the last one. `confident` gives per stage the
         probability at which an answer is sure enough to be final (nestling.confidence finds them).
         """
-        return self.submit(x, deadline, confident).result()
+        with Promptly():  # from the start: waking the worker may already cost this thread its processor
+            return self.submit(x, deadline, confident).result()
 
     def answers(
         self, x: Any, confident: Sequence[float] | None = None, deadline: float | None = None
@@ -127,6 +144,8 @@ class Anytime:
         limits = deadlines(deadline, len(images))
         thresholds = self.check_thresholds(confident)
         rows = [Row(began + limit, thresholds) for limit in limits]
+        if len(rows) == 1:
+            rows[0].trail = Trail(began, self.pace.slowdown)
         pending = Pending(self, rows, limits, began, single, every)
         for start in range(0, len(rows), self.together):
             part = slice(start, start + self.together)
@@ -237,12 +256,11 @@ class Pending:
         """Sleep until some row needs no more waiting: it is final, its time is up, or waiting was called off."""
         runtime = self.runtime
         while not (ready := [row for row in waiting if row.final]):
-            left = until - runtime.clock()
-            if left <= 0:
+            if runtime.clock() >= until:
                 runtime.worker.expire()
                 return [waiting[0]]
             try:
-                news = self.sleep(left)
+                news = self.sleep(until)
             except TimeoutError:
                 runtime.margin.observe(runtime.clock() - until)
                 continue
@@ -279,9 +297,9 @@ class Pending:
 
     def next_news(self, until: float) -> News | None:
         """The next stage that some row finishes; None at the deadline, or when waiting was called off."""
-        while (left := until - self.runtime.clock()) > 0:
+        while self.runtime.clock() < until:
             try:
-                news = self.sleep(left)
+                news = self.sleep(until)
             except TimeoutError:
                 continue
             if news is None:
@@ -291,12 +309,13 @@ class Pending:
         self.runtime.worker.expire()
         return None
 
-    def sleep(self, seconds: float) -> News | None:
+    def sleep(self, until: float) -> News | None:
         """Wait for news; raises TimeoutError when the time is up."""
-        if seconds > LONGEST_SLEEP:  # no deadline to speak of
-            return self.signal.get(timeout=LONGEST_SLEEP)
+        longest = self.runtime.clock() + LONGEST_SLEEP
+        if until > longest:  # no deadline to speak of
+            return self.signal.wait(longest, self.runtime.clock)
         with Promptly():
-            return self.signal.get(timeout=seconds)
+            return self.signal.wait(until, self.runtime.clock)
 
     def leave(self) -> None:
         for row in self.rows:

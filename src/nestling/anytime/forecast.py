@@ -1,30 +1,102 @@
 """What a deadline will give: the share of questions each stage answers, and the error that follows.
 
-In: a trace of measured stage latencies, the error of each stage and of the prior, the slow-down of the moment. Out: shares
-and an expected error per deadline. The spread of the trace counts, not only its middle: a stage that is usually just in
-time is sometimes late. Pure numpy.
+In: a trace of stage latencies from the profile, the error of each stage and of the prior, the slow-down of the moment, and
+how the last questions went. Out: shares and an expected error per deadline. The spread counts, not only the middle: a stage
+that is usually just in time is sometimes late. One slow-down cannot tell how a busy machine spreads, so questions asked when
+it was about as slow as now take the profile's place as they come in. Pure numpy.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Trail = tuple[tuple[float, ...], float, float]  # seconds until each stage, until the end, and the slow-down before
+KEPT = 512  # questions remembered
+ALIKE = 1.5  # a question counts if the slow-down then was at most so many times more or less than it is now
+ENOUGH = 64  # such questions are believed alone; with fewer, the profile has its share
+
+
+class Recent:
+    """How the last questions went: when each stage was done, and when it was given up. Any thread may read."""
+
+    def __init__(self, trails: Iterable[Trail] = ()) -> None:
+        self.trails: deque[Trail] = deque(trails, maxlen=KEPT)
+
+    def add(self, done: Sequence[float], ended: float, slowdown: float) -> None:
+        """A question's stages took until `done`, from when it was asked; at `ended` nobody went on with the next."""
+        self.trails.append((tuple(done), ended, slowdown))
+
+    def alike(self, slowdown: float, stages: int) -> tuple[Floats, Floats]:
+        """Of the questions that were asked at about this slow-down: when each stage was done (infinite: was not, in time),
+        (n, stages), and when each ended (infinite: it went to the last stage)."""
+        low, high = slowdown / ALIKE, slowdown * ALIKE
+        chosen = [(done, ended) for done, ended, then in list(self.trails) if low <= then <= high]
+        times = np.full((len(chosen), stages), np.inf)
+        for index, (done, _) in enumerate(chosen):
+            times[index, : len(done)] = done
+        ended = np.array([np.inf if len(done) == stages else end for done, end in chosen], np.float64)
+        return times, ended
 
 
 class Forecast:
     """Predicts who answers by a deadline. Seconds everywhere."""
 
-    def __init__(self, trace: ArrayLike, errors: Sequence[float] = (), prior_error: float = 1.0) -> None:
+    def __init__(
+        self, trace: ArrayLike, errors: Sequence[float] = (), prior_error: float = 1.0, recent: Recent | None = None
+    ) -> None:
         """`trace` (repeats, stages): seconds from a question until each stage's answer."""
-        self.trace: NDArray[np.float64] = np.asarray(trace, np.float64)
+        self.trace: Floats = np.asarray(trace, np.float64)
         self.errors = np.array([prior_error, *errors])
+        self.recent = recent or Recent()
 
-    def shares(self, deadline: float, slowdown: float = 1.0) -> NDArray[np.float64]:
-        """The share of questions answered by the prior and by each stage, (1 + stages,)."""
-        done = (self.trace * slowdown <= deadline).sum(axis=1)
-        found: NDArray[np.float64] = np.bincount(done, minlength=self.trace.shape[1] + 1) / len(self.trace)
+    def shares(self, deadline: ArrayLike, slowdown: float = 1.0) -> Floats:
+        """The share of questions answered by the prior and by each stage, (1 + stages,). Several deadlines: their mean."""
+        done = self.done(np.atleast_1d(np.asarray(deadline, np.float64)), slowdown).mean(axis=1)
+        found: Floats = -np.diff(np.concatenate([[1.0], np.minimum.accumulate(done), [0.0]]))
         return found
 
-    def error(self, deadline: float, slowdown: float = 1.0) -> float:
+    def done(self, limits: Floats, slowdown: float) -> Floats:
+        """The chance that each stage is done by each limit, (stages, limits)."""
+        profiled = np.array([at_most(column * slowdown, limits) for column in self.trace.T])
+        times, ended = self.recent.alike(slowdown, self.trace.shape[1])
+        if not len(times):
+            return profiled
+        weight = min(1.0, len(times) / ENOUGH)
+        seen = np.array(
+            [
+                survey(column, ended, limits, before * slowdown)
+                for column, before in zip(times.T, self.trace.T, strict=True)
+            ]
+        )
+        return weight * seen + (1 - weight) * profiled
+
+    def error(self, deadline: ArrayLike, slowdown: float = 1.0) -> float:
         """The error to expect; needs every stage's error."""
         return float(self.shares(deadline, slowdown) @ self.errors)
+
+
+def at_most(times: Floats, limits: Floats) -> Floats:
+    """The share of times that are not above each limit."""
+    found: Floats = np.searchsorted(np.sort(times), limits, side="right") / len(times)
+    return found
+
+
+def survey(times: Floats, ended: Floats, limits: Floats, profile: Floats) -> Floats:
+    """The chance that something is done by each limit, from cases some of which were given up before it was.
+
+    Kaplan and Meier's estimate: a case that was given up counts among those it could have been, up to then. After the last
+    case that was followed, the rest is as in the profile.
+    """
+    seen, happened = np.minimum(times, ended), times <= ended
+    order = np.lexsort((~happened, seen))  # what was done and what was given up at the same moment: in this order
+    seen, happened = seen[order], happened[order]
+    left = len(seen) - np.arange(len(seen))
+    surviving = np.concatenate([[1.0], np.cumprod(np.where(happened, 1 - 1 / left, 1.0))])
+    waiting = 1 - at_most(profile, seen[-1:])[0]
+    beyond = (1 - at_most(profile, limits)) / waiting if waiting else np.zeros(len(limits))
+    beyond = np.where(limits > seen[-1], beyond, 1.0)
+    found: Floats = 1 - surviving[np.searchsorted(seen, limits, side="right")] * beyond
+    return found

@@ -6,6 +6,7 @@ twice as fast weigh the same. Beside it, the margin: how late this machine wakes
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 GAIN = 0.2  # how much a new observation counts; a busy machine is noticed within about five stages
@@ -63,19 +64,26 @@ class Pace:
 
 
 class Margin:
-    """How much before a deadline to wake up so as to be back in time: the 95th percentile of recent lateness."""
+    """How much before a deadline to wake up so as to be back in time: the 98th percentile of recent lateness."""
 
     LEAST, MOST = 20e-6, 50e-3
     RATE = 0.2
 
     def __init__(self) -> None:
         self.value = 100e-6
+        self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
 
     def observe(self, late: float) -> None:
-        """A wake-up came this long after it was due. Moves up 19 times as far as down, so it settles at 95 %."""
-        moved = self.value * math.exp(self.RATE * (0.95 if late > self.value else -0.05))
+        """A wake-up came this long after it was due. Moves up 49 times as far as down, so it settles at 98 %."""
+        self.recent.append(late)
+        moved = self.value * math.exp(self.RATE * (0.98 if late > self.value else -0.02))
         self.value = min(self.MOST, max(self.LEAST, moved))
 
     def before(self, deadline: float) -> float:
         """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
         return deadline - min(self.value, deadline / 5)
+
+    def looks(self, deadline: float) -> list[float]:
+        """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
+        due = self.before(deadline)
+        return [due + late for late in list(self.recent)] if deadline > 0 else [0.0]

@@ -12,10 +12,20 @@ from nestling.anytime.engine import Floats, State, Stop
 from nestling.anytime.mailbox import Mailbox
 
 
+class Trail:
+    """When a question was asked, how slow the machine was then, and the seconds until each stage was done."""
+
+    __slots__ = ("began", "done", "slowdown")
+
+    def __init__(self, began: float, slowdown: float) -> None:
+        self.began, self.slowdown = began, slowdown
+        self.done: list[float] = []
+
+
 class Row:
     """One image."""
 
-    __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "work")
+    __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "trail", "work")
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
         self.deadline = deadline  # on the clock; until then somebody waits for more
@@ -26,6 +36,7 @@ class Row:
         self.listeners: tuple[tuple[Mailbox[News | None], bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None
         self.place = 0  # in its work
+        self.trail: Trail | None = None  # of a single question, until nobody goes on with it
 
     def tell(self, news: "News | None") -> None:
         for listener, every in self.listeners:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from nestling.anytime.answer import softmax
+from nestling.anytime.bell import Bell
 from nestling.anytime.engine import Abandoned, Engine, Floats, Stop
+from nestling.anytime.forecast import Recent
 from nestling.anytime.pace import Pace
 from nestling.anytime.work import News, Row, Work
 
@@ -28,8 +30,9 @@ class Worker:
 
     def __init__(self, engine: Engine, pace: Pace, keep: int, clock: Callable[[], float]) -> None:
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
+        self.recent = Recent()
         self.lock = threading.Lock()
-        self.wake = threading.Condition(self.lock)
+        self.bell = Bell()  # there is something to do; rung without the lock
         self.fresh: list[tuple[float, int, Work]] = []  # heaps: without any stage yet, by deadline
         self.begun: list[tuple[int, float, int, Work]] = []  # by stages done, then deadline
         self.late: list[tuple[float, int, Work]] = []  # given up while others waited; tried again when nobody does
@@ -53,7 +56,7 @@ class Worker:
             running = self.running
             if running is not None and running.deadline() <= self.clock():
                 running.stop.set()
-            self.wake.notify()
+        self.bell.ring()
 
     def extend(self, row: Row, deadline: float) -> None:
         """Somebody wants more of this row: queue it unless it is on its way."""
@@ -63,7 +66,7 @@ class Worker:
             if row.final or work is None or work.running or work.queued:
                 return
             self.push(work.resume(row))
-            self.wake.notify()
+        self.bell.ring()
 
     def expire(self) -> None:
         """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
@@ -90,7 +93,7 @@ class Worker:
             self.closing = True
             if self.running is not None:
                 self.running.stop.set()
-            self.wake.notify()
+        self.bell.ring()
         if self.thread is not threading.current_thread():
             self.thread.join()
         self.engine.close()
@@ -148,6 +151,8 @@ class Worker:
 
     def park(self, work: Work) -> None:
         """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
+        for row in work.rows:
+            self.remember(row, self.clock())
         if work.rest() and work.state is not None:
             self.parked.append((weakref.ref(work), len(work.x)))
             self.parked_images += len(work.x)
@@ -180,12 +185,14 @@ class Worker:
     def turn(self) -> bool:
         """Wait for work and do the next stages of it; False when it is time to go."""
         with self.lock:
-            while not self.closing and (work := self.choose()) is None:
-                self.wake.wait()
             if self.closing:
                 return False
-            assert work is not None
-            self.running, work.running, work.stop = work, True, Stop()
+            work = self.choose()
+            if work is not None:
+                self.running, work.running, work.stop = work, True, Stop()
+        if work is None:
+            self.bell.wait(inf)
+            return True
         while self.advance(work) and self.alone(work):
             pass
         with self.lock:
@@ -242,3 +249,13 @@ class Worker:
                 row.final, row.work = True, None
             if row.listeners:
                 row.tell(News(row, stage, logits[index], row.final, now))
+            if row.trail is not None:
+                row.trail.done.append(now - row.trail.began)
+                if row.final:
+                    self.remember(row, now)
+
+    def remember(self, row: Row, now: float) -> None:
+        """A question's first time is over: how it went is for forecasts."""
+        trail, row.trail = row.trail, None
+        if trail is not None:
+            self.recent.add(trail.done, now - trail.began, trail.slowdown)

@@ -19,6 +19,8 @@ from nestling.evaluate import GALLERY, OUTPUTS
 from nestling.recipe import Recipe
 from nestling.rundir import PROVENANCE, RECIPE, RESULTS, RunDir
 
+CURVE = "curve.json"
+
 
 @dataclass(frozen=True, eq=False)
 class Answers:
@@ -71,6 +73,12 @@ class Run:
     @cached_property
     def latency(self) -> Latency | None:
         return load_profile(self.folder) if self.folder.has(PROFILE) else None
+
+    @cached_property
+    def curve(self) -> dict[str, Any]:
+        """Errors under deadlines against the independent nets, measured while the machine was more and less busy
+        (benchmarks/deadlines.py curve); {} = not measured."""
+        return self.folder.read_json(CURVE) if self.folder.has(CURVE) else {}
 
     @cached_property
     def answers(self) -> Answers | None:

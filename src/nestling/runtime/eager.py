@@ -4,7 +4,9 @@ In: frozen stages and a device. State is the values that later stages take, by n
 Stops between two layers when asked.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -15,6 +17,30 @@ from nestling.export.freeze import Frozen
 from nestling.export.torchstage import TorchStage
 
 Values = Mapping[str, Tensor]
+
+
+class Exact:
+    """While anybody is inside, cuDNN computes in full float32: TF32, torch's default on GPUs, is off by a thousandth. The
+    setting belongs to the process, so several threads must not restore it under each other."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = torch.backends.cudnn.allow_tf32
+                torch.backends.cudnn.allow_tf32 = False
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch.backends.cudnn.allow_tf32 = self.before
+
+
+EXACT = Exact()
 
 
 class EagerEngine:
@@ -49,7 +75,7 @@ class EagerEngine:
             torch.set_num_threads(self.threads)  # a number per thread: the worker's own
         module = self.modules[stage - 1]
         module.between = stop.check
-        with torch.inference_mode():
+        with torch.inference_mode(), EXACT if self.device.type == "cuda" else nullcontext():
             logits, *given = module(*(state[name] for name in module.frozen.takes))
             found: Floats = logits.cpu().numpy()
         values = {**state, **dict(zip(module.frozen.gives, given, strict=True))}

@@ -15,7 +15,6 @@ import torch
 from nestling import shelf
 from nestling.anytime.caller import MEMORY, Anytime
 from nestling.anytime.engine import warm_up
-from nestling.anytime.forecast import Forecast
 from nestling.anytime.pace import Pace
 from nestling.anytime.spec import Spec
 from nestling.confidence import Confidence, calibrate
@@ -60,6 +59,7 @@ class Runtime(Anytime):
             for stage, latency in enumerate(latencies, start=1):
                 pace.observe(stage, latency)
         super().__init__(built, spec, pace, memory)
+        self.trace = self.profile.array / 1e3 if self.profile else None
         self.warm()
 
     def stop_when_sure(self, loss: float = 0.005) -> Confidence:
@@ -71,16 +71,6 @@ class Runtime(Anytime):
         found = calibrate(tensors["logits"].numpy(), tensors["labels"].numpy(), loss, self.pace.base)
         self.thresholds = found.thresholds
         return found
-
-    def forecast(self, deadline: float) -> tuple[list[float], float | None]:
-        """What to expect of a deadline now: the share of questions that the prior and each stage will answer, and the
-        expected error where the errors of all stages are known. Uses the run's profile and the slow-down of the moment."""
-        trace = self.profile.array / 1e3 if self.profile else np.cumsum(self.pace.base)[None]
-        errors = self.spec.errors if len(self.spec.errors) == self.spec.stages else ()
-        forecast = Forecast(trace, errors, 1 - float(self.prior.max()))
-        limit, slowdown = self.margin.before(deadline), self.pace.slowdown
-        error = forecast.error(limit, slowdown) if errors else None
-        return [float(share) for share in forecast.shares(limit, slowdown)], error
 
     def to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x

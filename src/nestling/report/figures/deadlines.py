@@ -5,9 +5,11 @@ Comes in: a family and its Study. Goes out: Pictures.
 
 from collections.abc import Mapping, Sequence
 from math import isinf
+from typing import Any
 
 import numpy as np
 
+from nestling.deadline import ORACLE_ALL
 from nestling.report.content import Picture, percent, time_text
 from nestling.report.families import Family
 from nestling.report.figures.panel import draw, error_axis, panel, percent_axis
@@ -43,6 +45,27 @@ def errors_at_deadlines(family: Family, study: Study, looks: Mapping[str, Look],
         drawn.legend_below(3)
         drawn.axes.set_title(f"{family.name}: error under a deadline")
         return drawn.picture(name, f"{family.name}: error under deadlines", caption)
+
+
+def busy_curve(
+    family: Family, curve: Mapping[str, Any], nest: str, looks: Mapping[str, Look], name: str, caption: str
+) -> Picture:
+    """What a nest and the best single net leave, over a fine grid of deadlines."""
+    with panel() as drawn:
+        limits = curve["deadlines_ms"]
+        lines = (
+            (nest, curve["nest_error"], looks[nest]),
+            (ORACLE_ALL, curve["oracle_all_error"], ORACLE_LOOKS[ORACLE_ALL]),
+        )
+        for scheme, errors, look in lines:
+            points = zip(limits, errors, strict=True)
+            words = [f"{scheme}, a deadline of {time_text(limit)}: {percent(error)} % error" for limit, error in points]
+            draw(drawn, look, scheme, limits, errors, words)
+        drawn.axes.set_xlabel("deadline, ms")
+        error_axis(drawn.axes, [0.0])
+        drawn.legend_below(2)
+        drawn.axes.set_title(f"{family.name}: deadlines on a machine now quiet, now busy")
+        return drawn.picture(name, f"{family.name}: error under deadlines on a machine now quiet, now busy", caption)
 
 
 def who_answered(family: Family, study: Study, scheme: str, name: str, caption: str) -> Picture:

@@ -1,6 +1,6 @@
 """Error under a deadline: the paper's study on every family that was measured, or why there is none."""
 
-from nestling.report.content import Block, Cell, Note, Picture, Section, Table, Text, listed, percent, time_text
+from nestling.report.content import Block, Cell, Note, Picture, Section, Table, Text, listed, percent, plural, time_text
 from nestling.report.families import Family
 from nestling.report.figures import deadlines as figures
 from nestling.report.study import Study, study
@@ -22,6 +22,7 @@ def deadlines(about: Subject) -> Section:
     for family in about.mains:
         if not family.nests:
             continue
+        drawn += busy_curves(about, family)
         found = study(family, family.baseline(about.families))
         if isinstance(found, str):
             notes.append(Note(found))
@@ -35,6 +36,22 @@ def deadlines(about: Subject) -> Section:
         tables.append(deadline_table(family, found))
     blocks += [*pictures(drawn), *tables, *notes]
     return Section("deadlines", "Error under a deadline", tuple(blocks))
+
+
+def busy_curves(about: Subject, family: Family) -> list[Picture | None]:
+    """The first nest for which the grid of deadlines was gone through on a machine with changing load."""
+    measured = [(line.label, run.curve) for line in family.nests for run in line.runs if run.curve]
+    drawn: list[Picture | None] = []
+    for label, curve in measured[:1]:
+        better, worst = curve["mean_points_above_oracle_all"], curve["worst_points_below"]
+        caption = (
+            f"One run of each network, {curve['engine']}, {plural(curve['threads'], 'thread')}; {curve['repeats']:,} times "
+            f"measured in turn while 0, 1 and 2 cores were busy. The nest's error is {better:.2f} points below the best "
+            f"single net's on average, and nowhere more than {max(0, worst):.2f} above."
+        )
+        name = about.name(family, "busy-deadlines")
+        drawn.append(figures.busy_curve(family, curve, label, about.looks, name, caption))
+    return drawn
 
 
 def deadline_table(family: Family, found: Study) -> Table:
