@@ -13,10 +13,13 @@ from safetensors.torch import load_file
 
 from nestling.deadline import FRACTIONS
 from nestling.errors import NestlingError
+from nestling.nets import plan
 from nestling.paper import command, show
+from nestling.paper.figures import lent
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import read_csv
 from nestling.paper.studies import read_studies
+from nestling.recipe import NetworkRecipe
 
 SET = ("train.epochs=2", "data.limit=600", "train.batch=20", "train.diagnostics=false", "network.blocks=1,1")
 SHARED = tuple(each for each in SET if "diagnostics" not in each)
@@ -219,6 +222,26 @@ def test_figures_come_from_results_alone_where_run_folders_are_gone(grid: Grid, 
     assert again["deadlines"] == first["deadlines"]
     picture = "error-under-deadlines.svg"
     assert (tmp_path / "a" / picture).read_text() == (tmp_path / "b" / picture).read_text()
+
+
+def test_independent_nets_of_one_size_are_lent() -> None:
+    """The paper's even and doubling widths share w1, w2 and w4: one training of each serves both."""
+    wide = [plan(NetworkRecipe("width-resnet42", alone=stage)) for stage in (1, 2, 3)]
+    rows = [
+        {"network": "width-resnet42", "strategy": "alone", "changes": "", "stage": stage, "size": found.sizes[0],
+         "macs": found.macs(1), "params": found.params(1), "error": 9.0 - stage}
+        for stage, found in enumerate(wide, start=1)
+    ]  # fmt: skip
+    found = [
+        (row["stage"], row["size"], row["error"])
+        for row in lent(rows, ["table1", "table2"])
+        if row["network"] == "even-resnet42"
+    ]
+    assert found == [(1, "w1", 8.0), (2, "w2", 7.0), (4, "w4", 6.0)]
+    assert len(lent(rows, ["table1", "table2"])) == 6, "and to nobody else"
+    mine = {**rows[0], "network": "even-resnet42", "error": 1.0}
+    kept = [row["error"] for row in lent([*rows, mine], ["table2"]) if row["network"] == "even-resnet42"]
+    assert kept == [1.0, 7.0, 6.0], "what is there is not replaced"
 
 
 def test_with_nothing_at_all_every_panel_says_so(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def test_a_network_loads_and_answers(name: str) -> None:
     assert all(answer.shape == (1, len(card["results"]["classes"])) for answer in answers)
     assert from_dict(card["recipe"]).network.name == card["results"]["network"]
     assert card["provenance"]["commit"] and card["provenance"]["device"]
+    medians = [stage["median_ms"] for stage in card["latency"]["stages"]]
+    assert card["latency"]["device"] and medians == sorted(medians) and len(medians) == len(net.sizes)
 
 
 @pytest.mark.parametrize("name", shelf.names())

@@ -5,17 +5,19 @@ command lines that would train what is missing. Drawing is pictures.py's, tables
 """
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError, nearest
+from nestling.nets import plan
 from nestling.paper import pictures
 from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.paper.pictures import VIEWS
-from nestling.paper.results import Row, collect, compare, less, merged, read_results
+from nestling.paper.results import ALONE, Row, collect, compare, less, merged, read_results
 from nestling.paper.studies import read_studies, store_studies, view_rows
 from nestling.paper.tables import LEGEND, label, missing, tables
-from nestling.recipe import show
+from nestling.recipe import NetworkRecipe, show
 from nestling.report.content import Block, Note, Pictures, Report, Section, Text
 from nestling.report.runs import Run, find
 from nestling.report.write import publish
@@ -35,13 +37,13 @@ def draw(
     if data not in VIEWS:
         raise NestlingError(f"there are no figures of {data!r}; did you mean {nearest(data, VIEWS)}?")
     names = tuple(names) or SHOWN
+    parts = [part for part in TABLES if (part == "digits") == (data == "digits")]
     folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
     rows = merged(read_results(Path(results)) if results else [], collect(folders))
     shared = [{**row, "changes": less(row["changes"], settings)} for row in rows]
-    rows = [row for row in shared if row["changes"] is not None]
+    rows = lent([row for row in shared if row["changes"] is not None], parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]
     refuse_unknown(names, means)
-    parts = [part for part in TABLES if (part == "digits") == (data == "digits")]
     orders, unordered = order_figure(means, data)
     absent = [*(command for part in parts for command in missing(part, means)), *unordered]
     absent = [" ".join([command, *(f"--set {each}" for each in settings)]) for command in absent]
@@ -62,6 +64,32 @@ def draw(
     )
     files = publish(Report("The paper's experiments", lead, sections), Path(page))
     return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
+
+
+def lent(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
+    """The rows, and independent nets lent to every network that has one of the very same size and recipe.
+
+    Width-depth nests that grow in turn and at once share three sizes, even width and doubling width three others.
+    """
+    found = list(rows)
+    alone: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["strategy"] == ALONE and row["changes"] == "":
+            alone.setdefault((row["size"], row["macs"], row["params"]), []).append(row)
+    for network in (network for part in parts for network in TABLES[part]) if alone else ():
+        have = {row["stage"] for row in rows if row["network"] == network and row["strategy"] == ALONE}
+        for stage, (size, _) in enumerate(sizes_of(network), start=1):
+            same = [] if stage in have else alone.get((size, *costs(network, stage)), [])
+            one = [row for row in same if row["network"] == same[0]["network"]]  # of one lender: they are the same runs
+            found += [{**row, "network": network, "stage": stage} for row in one]
+    return found
+
+
+@cache
+def costs(network: str, stage: int) -> tuple[int, int]:
+    """MACs and parameters of the independent net of one stage's size."""
+    found = plan(NetworkRecipe(name=network, alone=stage))
+    return found.macs(1), found.params(1)
 
 
 def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:

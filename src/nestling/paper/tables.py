@@ -26,7 +26,7 @@ MARKS = {True: "▼", False: "▲"}  # ours is lower (better), higher (worse), b
 LEGEND = (
     "Error in %, ± sample standard deviation over n runs; under it the paper's. ▼ and ▲: ours is lower or higher by more "
     "than two standard deviations (the paper's and, where n > 1, ours). alone: independent nets of each size, beside which "
-    "the paper's figure is greedy's first stage, which is such a net."
+    "the paper's figure is greedy's first stage, which is such a net; nests that share a size share its net."
 )
 
 
