@@ -126,12 +126,13 @@ class Known:
 
     looks: list[float]
     slowdown: float
-    recent: list[Any]
+    questions: int  # that had been answered
 
-    def shares(self, trace: Any) -> NDArray[np.float64]:
-        from nestling.anytime.forecast import Forecast, Recent
+    def shares(self, trace: Any, trails: list[Any]) -> NDArray[np.float64]:
+        from nestling.anytime.forecast import KEPT, Forecast, Recent
 
-        return Forecast(trace, recent=Recent(self.recent)).shares(self.looks, self.slowdown)
+        recent = Recent(trails[max(0, self.questions - KEPT) : self.questions])
+        return Forecast(trace, recent=recent).shares(self.looks, self.slowdown)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
     quiet = np.array([runtime.timeline(images[i % len(images)]) for i in range(200)])
     order = np.random.default_rng(0).permutation(max(options.answers, len(images))) % len(images)
     asked: list[Asked] = []
+    trails = keep_all(runtime)
     bare: list[float] = []
     trace: list[list[float]] = []
     with busy(options.busy):
@@ -169,8 +171,8 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
             elif turn < 0.5:
                 trace.append(runtime.timeline(image))
             else:
-                wake, recent = runtime.margin.before(limit), list(runtime.worker.recent.trails)
-                known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, recent)
+                wake = runtime.margin.before(limit)
+                known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, len(trails))
                 began = time.monotonic()
                 answer = runtime.answer(image, limit)
                 late = time.monotonic() - began - limit
@@ -183,12 +185,25 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
         "timers": len(bare), "profiled": len(trace), "full_ms": full * 1e3,
         "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
         "lateness_ms": lateness, "bare_timer_ms": timers, "p99_over_bare_ms": lateness["p99"] - timers["p99"],
-        "deadlines": by_deadline(asked, np.array(trace), known_trace(runtime), full, subject.wrong),
+        "deadlines": by_deadline(asked, trails, np.array(trace), known_trace(runtime), full, subject.wrong),
     }  # fmt: skip
     for name, key in (("forecast", "predicted_error"), ("profile_under_load", "profile_error")):
         off = [100 * abs(row["error"] - row[key]) for row in result["deadlines"] if "error" in row]
         result[f"points_off_{name}"] = max(off, default=None)
     return result
+
+
+def keep_all(runtime: Any) -> list[Any]:
+    """A list of how every question went, from now on; the runtime itself forgets the old ones."""
+    trails: list[Any] = []
+    add = runtime.worker.recent.add
+
+    def remember(done: Sequence[float], ended: float, slowdown: float) -> None:
+        add(done, ended, slowdown)
+        trails.append((tuple(done), ended, slowdown))
+
+    runtime.worker.recent.add = remember
+    return trails
 
 
 def known_trace(runtime: Any) -> NDArray[np.float64]:
@@ -204,6 +219,7 @@ def warm_question(runtime: Any, image: NDArray[Any]) -> list[float]:
 
 def by_deadline(
     asked: Sequence[Asked],
+    trails: list[Any],
     trace: NDArray[np.float64],
     quiet: NDArray[np.float64],
     full: float,
@@ -219,7 +235,7 @@ def by_deadline(
         inside = [each for each in asked if low <= each.limit < high]
         if not inside:
             continue
-        foretold = np.array([each.known.shares(quiet) for each in inside])
+        foretold = np.array([each.known.shares(quiet, trails) for each in inside])
         profiled = np.array([profile.shares(each.wake) for each in inside])
         stages = np.array([each.stage for each in inside])
         row: dict[str, Any] = {

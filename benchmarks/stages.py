@@ -145,7 +145,7 @@ def refining(runtime: Runtime, x: Floats, rounds: int) -> list[dict[str, float]]
         for stage in range(1, spec.stages):
             straight, refined, asking = [], [], []
             for _ in range(rounds * TURN):
-                times = [answer.elapsed for answer in runtime.answers(x)]
+                times = runtime.timeline(x)
                 straight.append(times[-1] - times[stage - 1])
                 answers = runtime.answers(x)
                 answer = next(a for a in answers if a.stage == stage)
