@@ -84,6 +84,7 @@ def test_points_against_macs_are_the_results_files(grid: Grid) -> None:
 
 def test_the_tables_are_the_results_files(grid: Grid) -> None:
     text = Path(grid["found"]["markdown"]).read_text()
+    assert "made from 8 runs of ours" in text  # osgd twice, in reverse, sgd, three alone, the baseline
     sgd = errors(folder(grid, "width-digits-sgd"))
     assert f"| sgd (n = 1, 2 epochs) | {sgd[0]:.2f} | {sgd[1]:.2f} | {sgd[2]:.2f} |" in text
     alone = [errors(folder(grid, f"width-digits-alone{stage}"))[0] for stage in (1, 2, 3)]

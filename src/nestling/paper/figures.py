@@ -25,6 +25,7 @@ from nestling.rundir import RECIPE
 
 SHOWN = ("osgd", "sgd")  # ways of training that the figures show, the paper's own first
 FIXED = "strategy.order="
+SAME_RUN = ("network", "strategy", "changes", "epochs", "seed", "device", "commit")
 
 
 def draw(
@@ -57,13 +58,19 @@ def draw(
         Section("priorities", "Priority orders", orders),
         Section("missing", "What is missing", tuple(map(Note, absent)) or (Text("Nothing."),)),
     )
-    count = len({tuple(row[key] for key in ("network", "strategy", "changes", "seed", "commit")) for row in rows})
     lead = (
         "“Orthogonalized SGD and Nested Architectures for Anytime Neural Networks” (ICML 2020): its tables and figures, "
-        f"made from {count} runs of ours. Every number is a row of a CSV file in the folder of results or a run folder."
+        f"made from {runs_behind(shared)} runs of ours. Every number is a row of a CSV file in the folder of results or "
+        "of a run folder."
     )
     files = publish(Report("The paper's experiments", lead, sections), Path(page))
     return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
+
+
+def runs_behind(rows: Sequence[Row]) -> int:
+    """How many runs these rows come from; an independent net has one row."""
+    own = [row for row in rows if row["changes"] is not None]
+    return len({(*(row[key] for key in SAME_RUN), row["strategy"] == ALONE and row["stage"]) for row in own})
 
 
 def lent(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
