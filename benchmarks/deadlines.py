@@ -246,7 +246,11 @@ def by_deadline(
         if wrong is not None:
             faults = wrong[:, [each.image for each in inside]]  # (1 + stages, n), the very images that were asked
             row["error"] = float(faults[stages, np.arange(len(inside))].mean())
-            row["predicted_error"] = float((foretold.T * faults).sum(axis=0).mean())
+            chances = (foretold.T * faults).sum(axis=0)  # that this image is answered wrongly, whoever answers
+            row["predicted_error"] = float(chances.mean())
+            row["chance_error"] = float(
+                np.sqrt((chances * (1 - chances)).sum()) / len(inside)
+            )  # one standard deviation
             row["profile_error"] = float((profiled.T * faults).sum(axis=0).mean())
         rows.append(row)
     return rows
@@ -462,15 +466,14 @@ def report(result: dict[str, Any]) -> None:
     """The figures, for people."""
     for key, value in result.items():
         if key == "deadlines":
-            print(
-                "deadline ms      n  answered by (prior, stages)      predicted                       error  predicted  profile"
-            )
+            print("deadline ms      n  answered by (prior, stages)   predicted", end=" " * 22)
+            print("error  predicted +-chance  by profile")
             for row in value:
                 shares = " ".join(f"{v:5.3f}" for v in row["shares"])
                 expected = " ".join(f"{v:5.3f}" for v in row["predicted_shares"])
                 low, high = row["deadline_ms"]
                 errors = f"{100 * row['error']:6.2f} {100 * row['predicted_error']:6.2f}" if "error" in row else ""
-                errors += f" {100 * row['profile_error']:6.2f}" if errors else ""
+                errors += f" ±{100 * row['chance_error']:4.2f}    {100 * row['profile_error']:6.2f}" if errors else ""
                 print(f"{low:5.1f}-{high:5.1f} {row['n']:6}  {shares}   {expected}   {errors}")
         elif key != "provenance":
             print(f"{key}: {value}")

@@ -24,22 +24,22 @@ class Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def find_semaphores() -> ctypes.CDLL | None:
-    """The C library, if it can wait for a semaphore until a time on the monotonic clock."""
+def find_semaphores() -> tuple[ctypes.CDLL | None, Callable[..., int]]:
+    """The C library, if it can wait for a semaphore until a time on the monotonic clock, and what makes a semaphore:
+    that is over at once, and keeps the interpreter's lock."""
     if not sys.platform.startswith("linux"):
-        return None
+        return None, int
     try:
-        library = ctypes.CDLL(None, use_errno=True)
+        library, make = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None).sem_init
         library.sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        for name in ("sem_post", "sem_wait", "sem_destroy"):
-            getattr(library, name).argtypes = (ctypes.c_void_p,)
-        library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+        library.sem_post.argtypes = library.sem_wait.argtypes = (ctypes.c_void_p,)
+        make.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     except (OSError, AttributeError):
-        return None
-    return library
+        return None, int
+    return library, make
 
 
-LIBRARY = find_semaphores()
+LIBRARY, MAKE = find_semaphores()
 
 
 class SemaphoreBell:
@@ -48,10 +48,9 @@ class SemaphoreBell:
     __slots__ = ("memory", "place")
 
     def __init__(self) -> None:
-        assert LIBRARY is not None
         self.memory = ctypes.create_string_buffer(ROOM)
         self.place = ctypes.addressof(self.memory)
-        LIBRARY.sem_init(self.place, 0, 0)
+        MAKE(self.place, 0, 0)
 
     def ring(self) -> None:
         assert LIBRARY is not None
