@@ -64,8 +64,8 @@ def busy_curve(
         drawn.axes.set_xlabel("deadline, ms")
         error_axis(drawn.axes, [0.0])
         drawn.legend_below(2)
-        drawn.axes.set_title(f"{family.name}: deadlines on a machine now quiet, now busy")
-        return drawn.picture(name, f"{family.name}: error under deadlines on a machine now quiet, now busy", caption)
+        drawn.axes.set_title(f"{family.name}: deadlines under changing load")
+        return drawn.picture(name, f"{family.name}: error under deadlines while the load changes", caption)
 
 
 def who_answered(family: Family, study: Study, scheme: str, name: str, caption: str) -> Picture:
