@@ -304,18 +304,18 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
     from nestling.gradients.rows import Rows
 
     kernels.ASKED = asked
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     params = [torch.zeros(shape, device=device, requires_grad=True) for shape in resnet50_shapes()]
     entries = sum(p.numel() for p in params)
-    base = torch.randn(entries, generator=generator)
-    dense = torch.stack([base + torch.randn(entries, generator=generator) for _ in range(tasks)])
+    base = torch.randn(entries, generator=generator, device=device)
+    dense = torch.stack([base + torch.randn(entries, generator=generator, device=device) for _ in range(tasks)])
     layout = from_masks(tuple(Spec.of(p) for p in params), (2**tasks - 1,) * len(params), tasks)
     combine = OSGD()
 
     def fresh() -> list[list[Tensor | None]]:
         split = [dense[t].split([p.numel() for p in params]) for t in range(tasks)]
         return [
-            [part.view(p.shape).to(device, copy=True) for part, p in zip(parts, params, strict=True)] for parts in split
+            [part.view(p.shape).clone() for part, p in zip(parts, params, strict=True)] for parts in split
         ]
 
     def step(rows: list[list[Tensor | None]]) -> Tensor:
@@ -327,12 +327,12 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
 
     stored = fresh()
     gram = step(stored).cpu()
-    found = torch.cat([p.grad.flatten().cpu() for p in params if p.grad is not None])
+    found = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
     wide = dense.double()
-    exact = wide @ wide.T
+    exact = (wide @ wide.T).cpu()
     lower = torch.linalg.cholesky(exact)
     weights = torch.linalg.solve_triangular((lower / lower.diagonal()).T, torch.ones(tasks, 1).double(), upper=True)
-    wanted = (weights.T @ wide)[0]
+    wanted = (weights.T.to(device) @ wide)[0]
     errors = {
         "gram_error": float(((gram - exact).abs() / exact.abs().max()).max()),
         "update_error": float((found.double() - wanted).norm() / wanted.norm()),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import launch
+from nestling.fused import launch, proof
 from nestling.provenance import provenance
 
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
@@ -57,7 +57,7 @@ class Case:
             x = torch.randn(batch, channels, side, side, device="cuda", dtype=torch.bfloat16)
             return x.contiguous(memory_format=torch.channels_last)
 
-        self.channels, self.x, self.dy, self.z = channels, image(), image(), image()
+        self.channels, self.side, self.x, self.dy, self.z = channels, side, image(), image(), image()
         weight = torch.randn(channels, channels, 3, 3, device="cuda") / (3 * channels**0.5)
         self.weight = weight.contiguous(memory_format=torch.channels_last)
         self.affine = torch.rand(4, channels, device="cuda")
@@ -84,17 +84,18 @@ class Case:
 
 
 def conv_choices(case: Case) -> list[launch.Tiles]:
+    """All taps one by one, or three at a time where a row of them is narrow."""
     wide = launch.power(case.channels)
-    depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 32 else set())
-    found = itertools.product((64, 128, 256), {min(wide, 64), min(wide, 128)}, depths, (4, 8), (2, 3, 4))
+    depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 16 else set())
+    found = itertools.product((64, 128, 256), {min(wide, 64), min(wide, 128)}, sorted(depths), (4, 8), (2, 3, 4))
     tiles = [launch.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
-    return [t for t in tiles if 2048 <= t.rows * t.columns <= 128 * 128]
+    return [t for t in tiles if 2048 <= t.rows * t.columns <= 16384]
 
 
 def split_choices(case: Case) -> list[launch.Splits]:
     wide, row = launch.power(case.channels), launch.power(3 * case.channels)
     shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
-    found = itertools.product((32, 64, 128), shapes, (132, 264, 396, 528), (4, 8), (2, 3, 4))
+    found = itertools.product((32, 64, 128), sorted(shapes), (132, 264, 396), (4, 8), (2, 3))
     return [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
 
 
@@ -121,17 +122,25 @@ def attempt(work: Any, measure: bool = False) -> float:
 
 
 def tune(shapes: list[tuple[int, int]], batch: int) -> None:
-    jobs = [(c, side, batch, part, 2) for c, side in shapes for part in range(2)]
+    shares = max(1, 16 // len(shapes))
+    jobs = [(c, side, batch, part, shares) for c, side in shapes for part in range(shares)]
     with multiprocessing.get_context("spawn").Pool(16) as pool:
         pool.map(compile_some, jobs, chunksize=1)
     for c, side in shapes:
         case = Case(c, side, batch)
         tiles, splits = conv_choices(case), split_choices(case)
-        for name, choices in {"forward": tiles, "back": tiles, "weights": splits}.items():
+        lists: dict[str, list[Any]] = {"forward": tiles, "back": tiles, "weights": splits}
+        for name, choices in lists.items():
             work = getattr(case, name)
-            timed = sorted((attempt(partial(work, choice), True), choice) for choice in choices)
+            right = {
+                "forward": partial(proof.conv_agrees, case.x, c, False),
+                "back": partial(proof.conv_agrees, case.x, c, True),
+            }
+            agrees = right.get(name, partial(proof.weight_agrees, case.x, c))
+            wrong = [choice for choice in choices if attempt(partial(work, choice)) == 0 and not agrees(choice)]
+            timed = sorted((attempt(partial(work, choice), True), choice) for choice in choices if choice not in wrong)
             best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in timed[:3])
-            print(f"{c:4} {side:3} {name:8} {best}", flush=True)
+            print(f"{c:4} {side:3} {name:8} {best}; wrong: {[tuple(choice) for choice in wrong]}", flush=True)
 
 
 def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
@@ -155,16 +164,18 @@ def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--shapes", nargs="*", default=[], help="channels:side, such as 32:32; all by default")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    rows = compare(SHAPES, args.batch)
+    shapes = [(int(c), int(side)) for c, side in (each.split(":") for each in args.shapes)] or SHAPES
+    rows = compare(shapes, args.batch)
     if args.json:
         found = {"benchmark": "kernels", "rows": rows, "provenance": provenance(" ".join(sys.argv), "cuda", time.time)}
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     if args.tune:
-        tune(SHAPES, args.batch)
+        tune(shapes, args.batch)
 
 
 if __name__ == "__main__":

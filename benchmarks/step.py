@@ -161,11 +161,12 @@ class Straightforward:
         net = Striped(plan(NetworkRecipe(name=name))).to(device).train()
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         train = TrainRecipe()
+        chosen = None if way == "sgd" else make_aggregator(aggregator)
+        # TorchJD's gradients lie in memory otherwise than channels-last weights, which the fused optimizer refuses.
         optimizer = torch.optim.SGD(
             net.parameters(), train.lr, train.momentum, nesterov=True, weight_decay=train.weight_decay,
-            fused=device.type == "cuda",
+            fused=device.type == "cuda" and chosen is None,
         )  # fmt: skip
-        chosen = None if way == "sgd" else make_aggregator(aggregator)
         self.step = stripes_step(net, optimizer, chosen, precision, None if way == "vectorised" else 1)
         self.turn = (self.step(*pair) for seed in count() for pair in self._epoch(split, batch, seed))
 

@@ -111,7 +111,7 @@ class TrainRecipe(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     channels_last: bool = True
     engine: Literal["auto", "eager", "graph"] = "auto"
-    compile: bool = True  # engine graph only: let torch.compile fuse normalisation, activation and sums
+    compile: bool = True  # engine graph only: fuse small operations, by kernels of our own or by torch.compile
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Count = 0
     evaluate_every: Positive = 1  # epochs

@@ -33,8 +33,8 @@ TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf
 def usable(tensor: Tensor, tasks: int) -> bool:
     """Whether the kernels can take this on: on a CUDA device, with Triton, not too many tasks, and asked for.
 
-    They have been compared with the plain versions under Triton's interpreter only. Until they have run on a GPU they are
-    used where NESTLING_KERNELS=1 asks for them, and nowhere else.
+    They agree with the plain versions on a GPU, but until they have been timed there they are used where NESTLING_KERNELS=1
+    asks for them, and nowhere else.
     """
     return ASKED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES and works(tensor.device)
 
