@@ -314,9 +314,7 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
 
     def fresh() -> list[list[Tensor | None]]:
         split = [dense[t].split([p.numel() for p in params]) for t in range(tasks)]
-        return [
-            [part.view(p.shape).clone() for part, p in zip(parts, params, strict=True)] for parts in split
-        ]
+        return [[part.view(p.shape).clone() for part, p in zip(parts, params, strict=True)] for parts in split]
 
     def step(rows: list[list[Tensor | None]]) -> Tensor:
         for p in params:
