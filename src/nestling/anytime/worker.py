@@ -258,4 +258,6 @@ class Worker:
         """A question's first time is over: how it went is for forecasts."""
         trail, row.trail = row.trail, None
         if trail is not None:
-            self.recent.add(trail.done, now - trail.began, trail.slowdown)
+            # A stage that was called off could no longer be done, although it is only now that it ended.
+            ended = max([min(now, row.deadline) - trail.began, *trail.done[-1:]])
+            self.recent.add(trail.done, ended, trail.slowdown)
