@@ -133,8 +133,8 @@ def tune(shapes: list[tuple[int, int]], batch: int) -> None:
         for name, choices in lists.items():
             work = getattr(case, name)
             right = {
-                "forward": partial(proof.conv_agrees, case.x, c, False),
-                "back": partial(proof.conv_agrees, case.x, c, True),
+                "forward": partial(proof.conv_agrees, case.x, c, adds=False, moments=True),
+                "back": partial(proof.back_agrees, case.x, c),
             }
             agrees = right.get(name, partial(proof.weight_agrees, case.x, c))
             wrong = [choice for choice in choices if attempt(partial(work, choice)) == 0 and not agrees(choice)]

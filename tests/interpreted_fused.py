@@ -8,8 +8,9 @@ import copy
 import torch
 from torch import Tensor
 
-from nestling.fused import Fused
+from nestling.fused import Fused, launch, proof
 from nestling.fused.forward import Unit
+from nestling.fused.functions import Norm, NormRelu, NormReluConv
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
 from nestling.recipe import NetworkRecipe
@@ -25,6 +26,51 @@ def loss(logits: tuple[Tensor, ...], y: Tensor) -> Tensor:
     return sum((torch.nn.functional.cross_entropy(each, y) for each in logits), torch.zeros(()))
 
 
+def gradients(logits: tuple[Tensor, ...], net: NestedNet, y: Tensor) -> tuple[Tensor, ...]:
+    """Zero where a loss does not depend on a parameter."""
+    parameters = list(net.parameters())
+    return torch.autograd.grad(loss(logits, y), parameters, retain_graph=True, materialize_grads=True)
+
+
+def handed_on() -> int:
+    """A loss that reads only what a norm has handed on gets its gradient past the norm, as if that were not there."""
+    z, gamma, beta = (torch.randn(shape, requires_grad=True) for shape in ((4, 8, 8, 8), (8,), (8,)))
+    z_laid = z.contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(8, 8, 3, 3, requires_grad=True)
+    shadow = weight.detach().permute(0, 2, 3, 1).reshape(-1)
+    moments = launch.moments_of(z_laid.detach())
+    *_, first = NormRelu.apply(z_laid, moments, gamma, beta, Norm(None, 0.1, 1e-5))
+    *_, second = NormReluConv.apply(
+        first, moments, gamma, beta, weight, shadow, None, None, Norm(None, 0.1, 1e-5), False
+    )
+    found = torch.autograd.grad((3 * second).sum(), (z, gamma, weight), materialize_grads=True)
+    for a, expected in zip(found, (3.0, 0.0, 0.0), strict=True):
+        torch.testing.assert_close(a, torch.full_like(a, expected))
+    return len(found)
+
+
+def proofs() -> int:
+    """What the kernels must show before they are used on a GPU, shown here; and that wrong numbers would be noticed."""
+    held = 0
+    like = torch.empty(4, 8, 8, 8).contiguous(memory_format=torch.channels_last)
+    for cout in (8, 16):
+        tiles = launch.conv_tiles(launch.rows_of(like), 8, cout)
+        for adds in (False, True):
+            for moments in (False, True):
+                assert proof.conv_agrees(like, cout, tiles, adds, moments)
+                held += 1
+        assert proof.back_agrees(like, cout, tiles)
+        assert proof.weight_agrees(like, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
+        held += 2
+    image = proof.random_image(like, 8, 0)
+    found = launch.moments_of(image)
+    rows = launch.rows_of(image) // found.shape[2]
+    assert proof.moments_agree(found, image, rows)
+    for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
+        assert not proof.moments_agree(wrong, image, rows)
+    return held + 3
+
+
 def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
     twin = copy.deepcopy(net)
     mine, theirs = (within(each, stage) if stage else each for each in (net, twin))
@@ -35,12 +81,11 @@ def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
     for a, b in zip(ours, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         held += 1
-    grads = (
-        torch.autograd.grad(loss(each, y), list(n.parameters())) for each, n in ((ours, mine), (reference, theirs))
-    )
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
-        held += 1
+    for heads in (slice(None), *(slice(s, s + 1) for s in range(len(ours)))):  # all losses at once, then one by one
+        grads = (gradients(each[heads], n, y) for each, n in ((ours, mine), (reference, theirs)))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
+            held += 1
     for a, b in zip(net.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         held += 1
@@ -48,7 +93,7 @@ def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
 
 
 def main() -> None:
-    held = 0
+    held = handed_on() + proofs()
     for recipe, stages in CASES.items():
         torch.manual_seed(0)
         x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
@@ -56,7 +101,18 @@ def main() -> None:
         for stage in stages:
             net = build(recipe, shape=(3, 16, 16), generator=torch.Generator().manual_seed(1))
             held += compare(net.to(memory_format=torch.channels_last).train(), stage, x, y)  # type: ignore[call-overload]
+    held += nan_shows()
     print(f"{held} comparisons held")
+
+
+def nan_shows() -> int:
+    """One pixel that is not a number: every loss is not a number either, as with torch's own relu."""
+    net = build(next(iter(CASES)), shape=(3, 16, 16), generator=torch.Generator().manual_seed(1)).train()
+    x = torch.randn(4, 3, 16, 16)
+    x[0, 0, 3, 3] = torch.nan
+    found = Fused(net.to(memory_format=torch.channels_last), torch.float32)(x)  # type: ignore[call-overload]
+    assert all(bool(loss((logits,), torch.zeros(4, dtype=torch.int64)).isnan()) for logits in found)
+    return len(found)
 
 
 if __name__ == "__main__":

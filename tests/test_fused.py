@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.errors import NestlingError
 from nestling.fused import Fused, launch, proof, suits
-from nestling.fused.forward import Unit, Values, count_readers, items
+from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
 from nestling.nets import NestedNet, build, plan
+from nestling.nets.plan import Node, Plan
 from nestling.nets.within import within
 from nestling.recipe import NetworkRecipe
 
@@ -96,6 +96,48 @@ def test_no_kernels_on_a_cpu() -> None:
     assert not suits(build(NetworkRecipe(name="width-resnet42")), 128)
 
 
+def laid(shape: tuple[int, int, int] = (3, 32, 32)) -> NestedNet:
+    net = build(NetworkRecipe(name="width-resnet42"), shape=shape)
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def test_what_the_kernels_cannot_read_is_refused() -> None:
+    net = laid()
+    assert all(fits(each, 128) for each in (net, within(net, 1), within(net, 2)))
+    assert not fits(build(NetworkRecipe(name="width-resnet42")), 128), "weights that are not channels last"
+    assert not fits(laid().double(), 128), "weights that are not float32"
+    assert not fits(net, 2**14), "more pixels than 32 bits can count"
+    small = laid((3, 28, 28))  # 28, 14 and 7 pixels wide
+    assert fits(small, 128) and not fits(small, 100), "pixels that do not fill whole tiles"
+
+
+def one_stage(nodes: list[Node], head: str) -> Plan:
+    start = [Node("input", "input", (), (1,) * 8, (8, 8)), Node("norm", "norm", ("input",), (1,) * 8, (8, 8), "batch")]
+    pair = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1)}
+    start += [Node("relu", "map", ("norm",), (1,) * 8, (8, 8), "relu")]
+    start += [Node("conv", "conv", ("relu",), (1,) * 8, (8, 8), **pair)]  # type: ignore[arg-type]
+    return Plan("drawn", (*start, *nodes), (head,), ("all",))
+
+
+def test_sums_that_stretch_an_image_are_left_to_torch() -> None:
+    for size, channels in (((1, 1), 8), ((8, 8), 1)):
+        drawn = one_stage([], "conv")
+        start, *others = drawn.nodes
+        mean = Node("mean", "map", ("input",), (1,) * channels, size, "module")
+        total = Node("total", "zip", ("mean", "conv"), (1,) * 8, (8, 8), "add")
+        drawn = Plan("drawn", (start, mean, *others, total), ("total",), ("all",))
+        assert not fits_sum(drawn, total)
+        assert [item.gives for item in items(drawn) if isinstance(item, Unit)] == ["conv"], "the sum is by itself"
+
+
+def test_an_answer_is_not_hidden_inside_a_unit() -> None:
+    total = Node("total", "zip", ("input", "conv"), (1,) * 8, (8, 8), "add")
+    assert [item.gives for item in items(one_stage([total], "total")) if isinstance(item, Unit)] == ["total"]
+    for head, given in (("conv", "conv"), ("relu", "relu")):
+        assert [item.gives for item in items(one_stage([total], head)) if isinstance(item, Unit)] == [given]
+    assert not [item for item in items(one_stage([total], "norm")) if isinstance(item, Unit)]
+
+
 def gradient(forward: object, net: NestedNet, x: Tensor, y: Tensor, half: bool) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         logits = forward(x)  # type: ignore[operator]
@@ -163,5 +205,5 @@ def test_wrong_tiles_are_noticed_and_refused(monkeypatch: pytest.MonkeyPatch) ->
     like = torch.empty(64, 16, 16, 16, device="cuda", dtype=torch.bfloat16)
     real = launch.conv
     monkeypatch.setattr(launch, "conv", lambda *a, **k: tuple(2 * each for each in real(*a, **k)))
-    with pytest.raises(NestlingError, match="wrong results"):
+    with pytest.raises(proof.Miscompiled, match="wrong results"):
         proof.tiles(like, 16, False)

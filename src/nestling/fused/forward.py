@@ -39,6 +39,8 @@ def items(plan: Plan) -> list[Item]:
     for node in plan.nodes:
         for read in node.reads:
             readers[read].append(node)
+    for head in plan.heads:  # whoever asked the network reads it, too
+        readers[head].append(plan.by_name[head])
     place = {node.name: i for i, node in enumerate(plan.nodes)}
     found: dict[int, Item] = dict(enumerate(plan.nodes[1:], 1))
     for norm in plan.nodes:
@@ -73,29 +75,40 @@ def fits_conv(plan: Plan, node: Node) -> bool:
     return plain and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
 
 
-def fits_sum(node: Node) -> bool:
-    return node.op == "zip" and node.function == "add" and len(node.reads) <= 8 and node.channels in CHANNELS
+def fits_sum(plan: Plan, node: Node) -> bool:
+    small = len(node.size) == 2 and len(node.reads) <= 8 and node.channels in CHANNELS
+    return small and node.op == "zip" and node.function == "add" and all(alike(plan, read, node) for read in node.reads)
+
+
+def alike(plan: Plan, name: str, node: Node) -> bool:
+    """Whether two images have the same shape: the kernels do not stretch the smaller one, as torch does."""
+    other = plan.by_name[name]
+    return (other.channels, other.size) == (node.channels, node.size)
 
 
 def shortcut_of(plan: Plan, total: Node, conv: Node, place: dict[str, int]) -> str:
     """What a sum of two adds to a convolution, if that is known before the convolution is."""
-    if total.op != "zip" or total.function != "add" or len(total.reads) != 2 or total.channels != conv.channels:
+    if total.op != "zip" or total.function != "add" or len(total.reads) != 2:
         return ""
     (other,) = [read for read in total.reads if read != conv.name] or [""]
-    known = other and place[other] < place[conv.name] and plan.by_name[other].channels == conv.channels
-    return other if known else ""
+    return other if other and place[other] < place[conv.name] and alike(plan, other, conv) else ""
 
 
 def suits(net: NestedNet, batch: int) -> bool:
-    """Whether the kernels run here, do most of this network's work, and its images fill whole tiles."""
+    """Whether the kernels run here, do most of this network's work, and its weights and images lie as they read them."""
+    return launch.runs_on(next(net.parameters()).device) and fits(net, batch)
+
+
+def fits(net: NestedNet, batch: int) -> bool:
     found = items(net.plan)
     units = [item for item in found if isinstance(item, Unit)]
     fused = [unit for unit in units if unit.conv is not None]
     convs = [node for node in net.plan.nodes if node.op == "conv"]
-    sums = [item for item in found if isinstance(item, Node) and len(item.size) == 2 and fits_sum(item)]
-    sizes = [unit.norm.size for unit in units] + [item.size for item in sums]
-    whole = all(batch * prod(size) % launch.LEAST == 0 for size in sizes)
-    return launch.runs_on(next(net.parameters()).device) and whole and 2 * len(fused) > len(convs)
+    sums = [item for item in found if isinstance(item, Node) and fits_sum(net.plan, item)]
+    pixels = [batch * prod(size) for size in [unit.norm.size for unit in units] + [item.size for item in sums]]
+    whole = all(each % launch.LEAST == 0 and each * CHANNELS[-1] < 2**31 for each in pixels)  # places are 32 bits
+    laid = all(unit.conv is not None and launch.can_pack(net.layer(unit.conv.name).weight) for unit in fused)
+    return whole and laid and 2 * len(fused) > len(convs)
 
 
 class Fused:
@@ -122,7 +135,7 @@ class Fused:
                 self.unit(item, values, moments)
                 continue
             got = [values.take(read) for read in item.reads]
-            if fits_sum(item) and got[0].dim() == 4:
+            if fits_sum(self.net.plan, item):
                 out, moments[item.name] = AddAll.apply(item.name in self.measured, *(self.laid(x) for x in got))
             elif (
                 item.function == "pool2"
@@ -171,7 +184,9 @@ class Values:
         self.left: dict[str, int] = {}
 
     def put(self, name: str, value: Tensor) -> None:
-        norms, others = self.readers[name]
+        norms, others = self.readers.get(name, (0, 0))
+        if not norms + others:
+            return
         wanted = others + (norms > 0)
         worth = others > 1 and wanted <= 8 and value.requires_grad and value.dim() == 4 and value.shape[1] in CHANNELS
         self.handles[name] = list(Fan.apply(wanted, value)) if worth else [value]

@@ -237,7 +237,8 @@ def norm_relu(z, affine, h, rows, C: tl.constexpr, CP: tl.constexpr, BM: tl.cons
     scale = tl.load(affine + c, mask=c < C, other=0.0)
     shift = tl.load(affine + C + c, mask=c < C, other=0.0)
     out = tl.load(z + at, mask=live, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
-    tl.store(h + at, tl.maximum(out, 0.0).to(h.dtype.element_ty), mask=live)
+    out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL)  # a run that diverges must not look well
+    tl.store(h + at, out.to(h.dtype.element_ty), mask=live)
 
 
 @triton.jit

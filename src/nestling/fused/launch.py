@@ -242,6 +242,12 @@ def halve_back(dy: Tensor) -> Tensor:
     return dx
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether a 3x3 weight lies in memory as `pack` reads it: float32, channels last, perhaps a corner of a larger one."""
+    step = weight.stride(3)
+    return weight.dtype == torch.float32 and weight.stride() == (9 * step, 1, 3 * step, step)
+
+
 class Shadow:
     """The bf16 copies of many convolution weights, brought up to date by one launch."""
 

@@ -1,7 +1,7 @@
 """Tiles that are right, not only fast: before a shape is first used on a GPU, its kernels are compared with torch's own.
 
 A compiler may turn one choice of tiles into wrong code (Triton 3.6 did, for 256 x 16 x 16 in three stages). The first choice
-whose results agree is kept for the process; if none does, that is said, and the caller does without our kernels.
+whose results agree is kept for the process; if none does, that is an error, and the caller may do without our kernels.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.errors import NestlingError
 from nestling.fused import launch
 from nestling.fused.launch import Splits, Tiles
 
@@ -22,10 +21,18 @@ Choice = TypeVar("Choice", Tiles, Splits)
 known: dict[tuple[Any, ...], Any] = {}
 
 
-def tiles(x: Tensor, cout: int, back: bool) -> Tiles:
-    """For a convolution of images like x to `cout` channels, forward or backward."""
+class Miscompiled(RuntimeError):
+    """No choice of tiles gives right results here."""
+
+
+def tiles(x: Tensor, cout: int, back: bool, adds: bool = False, moments: bool = True) -> Tiles:
+    """For a convolution of images like x to `cout` channels, backward or forward: there with or without a shortcut and
+    moments, each of which is a program of its own."""
     best = launch.conv_tiles(launch.rows_of(x), x.shape[1], cout)
-    return first_right(("conv", back, cout), x, best, lambda choice: conv_agrees(x, cout, back, choice))
+    if back:
+        return first_right(("conv back", cout), x, best, lambda choice: back_agrees(x, cout, choice))
+    kind = ("conv", cout, adds, moments)
+    return first_right(kind, x, best, lambda choice: conv_agrees(x, cout, choice, adds, moments))
 
 
 def splits(x: Tensor, cout: int) -> Splits:
@@ -43,9 +50,9 @@ def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
             right = next((choice for choice in (best, *others) if agrees(choice)), None)
         if right is None:
-            raise NestlingError(
+            raise Miscompiled(
                 f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
-                "tiles; this version of Triton miscompiles them. Use train.compile=false, and please report the versions."
+                "tiles: this version of Triton miscompiles them"
             )
         known[key] = right
     found: Choice = known[key]
@@ -63,20 +70,30 @@ def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
     return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
 
 
-def conv_agrees(like: Tensor, cout: int, back: bool, choice: Tiles) -> bool:
-    x = random_image(like, like.shape[1], 0)
-    if not back:
-        w = random_weight(like, cout, like.shape[1])
-        y, moments = launch.conv(x, w, cout, moments=True, tiles=choice)
-        expected = torch.nn.functional.conv2d(x, w.permute(0, 3, 1, 2), padding=1)
-        return close(y, expected) and close(moments[0].mean(1), expected.float().mean((0, 2, 3)), expected)
-    w = random_weight(like, like.shape[1], cout)
+def conv_agrees(like: Tensor, cout: int, choice: Tiles, adds: bool, moments: bool) -> bool:
+    x, w = random_image(like, like.shape[1], 0), random_weight(like, cout, like.shape[1])
+    extra = 8 + 8 * random_image(like, cout, 2) if adds else None
+    y, found = launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
+    expected = torch.nn.functional.conv2d(x, w.permute(0, 3, 1, 2), padding=1).float()
+    expected = expected if extra is None else expected + extra
+    return close(y, expected) and (not moments or moments_agree(found, expected, choice.rows))
+
+
+def moments_agree(found: Tensor, image: Tensor, rows: int) -> bool:
+    """Whether each block's mean and squared deviations are those of its pixels."""
+    blocks = image.permute(1, 0, 2, 3).reshape(image.shape[1], -1, rows)
+    return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * rows)
+
+
+def back_agrees(like: Tensor, cout: int, choice: Tiles) -> bool:
+    x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
     z, affine = random_image(like, cout, 1), torch.ones(4, cout, device=like.device)
     g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
-    whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1)
+    whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1).float()
     expected = torch.where(z.float() + 1 > 0, whole, 0)
-    scale = expected.float().abs().sum((0, 2, 3))
-    return close(g, expected) and close(sums[0].sum(1), expected.float().sum((0, 2, 3)), scale)
+    gathered = torch.stack([expected, expected * (z.float() - 1)])
+    scale = gathered.abs().sum((1, 3, 4))
+    return close(g, expected) and close(sums.sum(2), gathered.sum((1, 3, 4)), scale)
 
 
 def weight_agrees(like: Tensor, cout: int, choice: Splits) -> bool:
