@@ -4,6 +4,8 @@ missing memory is explained, and the start is told step by step."""
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from nestling.train import Training, device, engine, progress, train, train_side
 from nestling.train.device import able, lacks_memory, memory_explained, pick_device
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.progress import Startup
+from nestling.train.step import Step
 
 # --- numbers that come home late ----------------------------------------------------------------------------------
 
@@ -101,6 +104,40 @@ def test_nan_is_refused_late_and_the_log_ends_before_it(tmp_path: Path, monkeypa
     with pytest.raises(NestlingError, match="became"):
         train(digits(*QUICK, "train.lr=1e30"), str(tmp_path / "run"), quiet=True)
     assert RunDir(tmp_path / "run").read_log() == [] and not RunDir(tmp_path / "run").has("checkpoint.safetensors")
+
+
+def test_what_an_epoch_changes_waits_in_the_lane_for_the_epoch_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new order of priorities that did not would reach steps of the last epoch that are still queued."""
+    inside = [False]
+    noted: list[tuple[int, bool]] = []
+
+    @contextmanager
+    def lane(self: engine.Eager) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(engine.Eager, "lane", lane)
+    monkeypatch.setattr(Step, "begin", lambda self, epoch: noted.append((epoch, inside[0])))
+    train(digits("train.epochs=2"), str(tmp_path / "run"), quiet=True)
+    assert noted == [(0, True), (1, True)]
+
+
+def test_weights_that_broke_at_the_last_step_of_an_epoch_are_not_saved(tmp_path: Path) -> None:
+    recipe = digits("train.epochs=2")
+    run = RunDir.create(tmp_path / "run")
+    run.write_recipe(recipe)
+    training = Training(recipe, run)
+    steps = training.epochs()
+    with pytest.raises(
+        NestlingError, match=r"is no finite number any more after epoch 2; the checkpoint of epoch 1 is"
+    ):
+        for epoch, index in steps:
+            if (epoch, index + 1) == (1, training.steps):  # the loss of this step is known and fine
+                next(iter(training.net.parameters())).data[0] = float("inf")
+    assert run.load_checkpoint()[1]["epoch"] == 1
 
 
 def test_time_that_is_up_writes_what_was_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

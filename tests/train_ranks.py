@@ -5,6 +5,7 @@ As a module it gives `frozen_run`, the same training of a network whose batch st
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +38,17 @@ def frozen_run(path: Path) -> dict[str, torch.Tensor]:
     return training.net.state_dict()
 
 
+def timed(path: Path, seconds: float) -> None:
+    """Time is up for one rank and not for the other: both stop, with a checkpoint, instead of waiting for each other."""
+    recipe = override(named("digits-width"), SETTINGS)
+    training = Training(recipe, RunDir(path), until=time.monotonic() + seconds)
+    if training.main:
+        RunDir.create(path).write_recipe(recipe)
+    for _ in training.epochs():
+        pass
+    assert training.done == 1, training.done
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     join_ranks()
@@ -51,6 +63,7 @@ def main() -> None:
     ended = {key: value.contiguous() for key, value in training.net.state_dict().items()}
     save_file(ended, folder / f"rank{rank}.safetensors")
     frozen_run(folder / "frozen")
+    timed(folder / "timed", 0.0 if rank == 0 else 1000.0)
     torch.distributed.barrier()
     os._exit(0)  # as nestling's own command line does under torchrun, and for the same reason: see cli.entry
 

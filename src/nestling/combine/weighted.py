@@ -94,11 +94,13 @@ class Prioritised(Weighted):
             _check_order(self.order, len(self.order))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell which epoch it is, for an order that is a function of it. Epochs count from 0."""
+        """Tell which epoch it is, for an order that is a function of it. Epochs count from 0. On CUDA the change takes its
+        place in the current stream's work, which must be the one that the steps are in."""
         self.epoch = epoch
         for (name, tasks, _), known in self._known.items():
             if name == "order":  # in place: a captured CUDA graph keeps reading this tensor
-                known.copy_(torch.tensor(self.priority(tasks)))
+                order = torch.tensor(self.priority(tasks))
+                known.copy_(order.pin_memory() if known.is_cuda else order, non_blocking=True)
 
     def priority(self, tasks: int) -> tuple[int, ...]:
         """The order of this epoch for a number of tasks, checked."""

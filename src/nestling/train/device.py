@@ -73,10 +73,10 @@ def cache_kernels() -> Path | None:
     torch keeps its compiled graphs in TORCHINDUCTOR_CACHE_DIR, by default in /tmp, which a restart may clear; Triton its
     own in TRITON_CACHE_DIR. Where the user has set either, that is respected. None: the folder cannot be written.
     """
-    folder = Path.home() / ".cache" / "nestling" / "kernels" / f"torch-{torch.__version__}"
     try:
+        folder = Path.home() / ".cache" / "nestling" / "kernels" / f"torch-{torch.__version__}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home, as in some containers, is a RuntimeError
         return None
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

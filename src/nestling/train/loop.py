@@ -30,6 +30,8 @@ from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
 
+REMEDY = "Lower train.lr, set train.clip, or use strategy.name=osgd-norm."
+
 
 class Training:
     """One run in progress. `epochs()` does the work; everything that has to survive a kill goes through `run`."""
@@ -113,9 +115,9 @@ class Training:
         ahead = self.engine == "graph" and not train.diagnostics  # diagnostics are of the newest step alone
         waiting: Ended | None = None
         for epoch in range(self.done, self.total):
-            self.step.begin(epoch)
             rates = epoch_rates(train, epoch % train.epochs, driver.steps)
-            with driver.lane():
+            with driver.lane():  # the epoch before may still be going on: what changes now must wait for its end
+                self.step.begin(epoch)
                 began = Moment(self.device)
             for index in driver.epoch(epoch_generator(train.seed, epoch), rates):
                 yield epoch, index
@@ -126,7 +128,7 @@ class Training:
                 self.record(waiting)
             with driver.lane():
                 waiting = self.close(epoch, rates[-1], began, averaged(driver.losses))
-            over = time.monotonic() > self.until
+            over = self.time_is_up()
             if over or not ahead or epoch + 1 == self.total:
                 self.record(waiting)
                 waiting = None
@@ -198,6 +200,11 @@ class Training:
     def save(self, state: dict[str, Tensor] | None = None) -> None:
         """Write a checkpoint of the epochs done: of `state`, or of the tensors as they are."""
         found = self.state() if state is None else state
+        broken = [name for name, tensor in found.items() if not bool(torch.isfinite(tensor).all())]
+        if broken:  # the last step of an epoch may do that, and its losses do not show it
+            raise NestlingError(
+                f"{broken[0]} is no finite number any more after epoch {self.done}; {self.last_saved()}. {REMEDY}"
+            )
         self.run.save_checkpoint(found, {"epoch": self.done, "recipe": dataclasses.asdict(self.recipe)})
         self.saved = self.done
 
@@ -225,6 +232,13 @@ class Training:
 
     # --- several processes --------------------------------------------------------------------------------------
 
+    def time_is_up(self) -> bool:
+        """Ranks agree on it: one that stopped alone would leave the others waiting for it for ever."""
+        over = time.monotonic() > self.until
+        if group_of(True) is None or self.until == float("inf"):
+            return over
+        return bool(averaged(torch.tensor(float(over), device=self.device)))
+
     def share_statistics(self) -> None:
         """Ranks see different images: average the running statistics, so that all ranks end equal."""
         group = group_of(True)
@@ -238,12 +252,13 @@ class Training:
         bad = torch.nonzero(~torch.isfinite(losses))
         if len(bad):
             step, task = bad[0].tolist()
-            kept = f"the checkpoint of epoch {self.saved} is kept" if self.saved else "nothing was saved yet"
             raise NestlingError(
                 f"the loss of stage {task + 1} became {losses[step, task].item()} at step "
-                f"{epoch * self.steps + step + 1} (epoch {epoch + 1}); {kept}. Lower train.lr, set train.clip, or use "
-                "strategy.name=osgd-norm."
+                f"{epoch * self.steps + step + 1} (epoch {epoch + 1}); {self.last_saved()}. {REMEDY}"
             )
+
+    def last_saved(self) -> str:
+        return f"the checkpoint of epoch {self.saved} is kept" if self.saved else "nothing was saved yet"
 
     def finish(self) -> dict[str, Any]:
         """Save the weights that were asked for (averaged ones, if so) and judge them."""

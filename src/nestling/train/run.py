@@ -136,7 +136,10 @@ def train_side_by_side(
 def join_ranks() -> None:
     """Join the other processes when started by torchrun."""
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        gpus = torch.cuda.device_count()
+        if gpus:  # every process its own; what follows asks for "cuda" and means the current one
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        dist.init_process_group("nccl" if gpus else "gloo")
 
 
 def command(
