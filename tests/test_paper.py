@@ -15,7 +15,7 @@ import pytest
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.paper import command, show
-from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name
+from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name, train_cells
 from nestling.paper.results import changes, collect, compare, less, merged, published, read_csv, store, strategy_name
 from nestling.paper.tables import gap_table, missing, network_table
 from nestling.recipe import NetworkRecipe, override
@@ -308,3 +308,8 @@ def without_origin(folder: Path) -> list[dict[str, object]]:
     rows = collect(sorted(folder.iterdir()))
     assert len(rows) == 4 * 3
     return [{key: value for key, value in row.items() if key != "command"} for row in rows]
+
+
+def test_no_runs_beside_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NestlingError, match="--beside is 0"):
+        train_cells([], str(tmp_path), 0, 1.0, "")

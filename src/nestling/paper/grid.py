@@ -145,6 +145,8 @@ def train_cells(
     A run that fails (its loss is no number any more, its folder holds something else) does not keep the others from
     theirs: it comes back with what was wrong.
     """
+    if beside < 1:
+        raise NestlingError(f"--beside is {beside}: expected how many runs to train at the same time, 1 or more")
     until = time.monotonic() + seconds
     todo = [(recipe, str(Path(out) / name)) for name, recipe in chosen if not RunDir(Path(out) / name).has(RESULTS)]
     together = beside if torch.cuda.is_available() else 1
