@@ -249,8 +249,9 @@ class Worker:
                 row.final, row.work = True, None
             if row.listeners:
                 row.tell(News(row, stage, logits[index], row.final, now))
-            if row.trail is not None:
-                row.trail.done.append(now - row.trail.began)
+            trail = row.trail  # read once: another thread may end it
+            if trail is not None:
+                trail.done.append(now - trail.began)
                 if row.final:
                     self.remember(row, now)
 

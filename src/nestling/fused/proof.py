@@ -48,7 +48,7 @@ def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable
     if key not in known:
         others: list[Any] = [best._replace(stages=stages) for stages in STAGES if stages != best.stages]
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            right = next((choice for choice in (best, *others) if agrees(choice)), None)
+            right = next((choice for choice in (best, *others) if runs_and(agrees, choice)), None)
         if right is None:
             raise Miscompiled(
                 f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
@@ -57,6 +57,18 @@ def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable
         known[key] = right
     found: Choice = known[key]
     return found
+
+
+def runs_and(agrees: Callable[[Any], bool], choice: Any) -> bool:
+    """A choice that wants more shared memory than this chip has is as good as a wrong one."""
+    try:
+        return agrees(choice)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if "resource" not in str(error).lower():
+            raise
+        return False
 
 
 def random_image(like: Tensor, channels: int, seed: int) -> Tensor:

@@ -29,6 +29,8 @@ DECIMAL = ("error", "top5", "loss", "ece", "weight_decay")
 NEEDED = {"network", "strategy", "seed", "stage", "size", "error", "macs", "epochs"}  # of a file of such rows
 SAME_RUN = ("network", "strategy", "changes", "epochs", "seed", "stage", "device", "commit")
 
+SAME_SEED = ("network", "strategy", "changes", "epochs", "stage", "size", "data", "seed")
+
 
 def strategy_name(recipe: Recipe) -> str:
     """The column a run belongs to: its strategy, or "alone" for an independent net."""
@@ -195,10 +197,10 @@ def compare(rows: Iterable[Row], measure: str = "error") -> list[Row]:
     never where the paper gives none.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row.get(measure) is not None:
-            key = (row["network"], row["strategy"], row.get("changes", ""), row["epochs"], row["stage"], row["size"])
-            groups.setdefault(key, []).append(row)
+    newest = {tuple(row.get(key) for key in SAME_SEED): row for row in rows if row.get(measure) is not None}
+    for row in newest.values():  # a seed that was trained again, at another commit or device, is no second one
+        key = (row["network"], row["strategy"], row.get("changes", ""), row["epochs"], row["stage"], row["size"])
+        groups.setdefault(key, []).append(row)
     found = []
     for (network, strategy, changed, epochs, stage, size), several in groups.items():
         errors = [row[measure] for row in several]

@@ -139,7 +139,7 @@ def join_ranks() -> None:
         gpus = torch.cuda.device_count()
         if gpus:  # every process its own; what follows asks for "cuda" and means the current one
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        dist.init_process_group("nccl" if gpus else "gloo")
+        dist.init_process_group()  # nccl for tensors on GPUs, gloo for those that are not
 
 
 def command(
