@@ -14,6 +14,7 @@ latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -50,6 +51,17 @@ def busy(processes: int) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: what a benchmark keeps would make it longer and longer, and it holds everybody up."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -156,7 +168,7 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
     trails = keep_all(runtime)
     bare: list[float] = []
     trace: list[list[float]] = []
-    with busy(options.busy):
+    with busy(options.busy), uncollected():
         full = float(np.median([warm_question(runtime, images[i % len(images)])[-1] for i in range(200)]))
         while len(asked) < options.answers:
             # Timers, questions and profile come in random turns, so that each finds the machine as the others do.

@@ -152,7 +152,7 @@ def command(
         out: the run's folder; by default runs/RECIPE.
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
-        minutes: stop at the end of an epoch after so many minutes, to be resumed later; 0 means never.
+        minutes: stop at the end of an epoch after so many minutes, on a GPU up to two epochs later, to be resumed; 0 means never.
         quiet: no progress bar.
     """
     chosen = override(named(recipe), set)
