@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,14 @@ def test_a_forecast_learns_from_questions_with_deadlines(seed: int, slower: floa
     assert forecast.shares(1.5 * slower, slowdown=4).tolist() == Forecast([[1.0, 2.0]]).shares(1.5 * slower, 4).tolist()
 
 
+def remembered(runtime: Runtime, questions: int) -> list[Any]:
+    """The trails, once there are as many: the worker writes them down after it has told the caller."""
+    until = time.monotonic() + 10
+    while len(runtime.worker.recent.trails) < questions and time.monotonic() < until:
+        time.sleep(0.001)
+    return list(runtime.worker.recent.trails)
+
+
 def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
     with Runtime(run, device="cpu") as runtime:
         runtime.worker.recent.trails.clear()
@@ -136,12 +145,12 @@ def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
         runtime.answer(image, 10.0)
         runtime.timeline(image)  # measuring does not count
         runtime.answer(np.stack([image, image]), 10.0)  # nor do batches
-        [(done, ended, slowdown)] = runtime.worker.recent.trails
+        [(done, ended, slowdown)] = remembered(runtime, 1)
         assert len(done) == 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
         answer = next(runtime.answers(image))
         answer.refine()
         runtime.answer(image)
-        (given_up, ended, _), (whole, _, _) = list(runtime.worker.recent.trails)[1:]
+        (given_up, ended, _), (whole, _, _) = remembered(runtime, 3)[1:]
         assert 1 <= len(given_up) <= 3 and ended >= given_up[-1] and len(whole) == 3
 
 
