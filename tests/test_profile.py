@@ -143,15 +143,13 @@ def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
         runtime.worker.recent.trails.clear()
         image = np.zeros(runtime.spec.shape, np.float32)
         runtime.answer(image, 10.0)
-        runtime.timeline(image)  # measuring does not count
-        runtime.answer(np.stack([image, image]), 10.0)  # nor do batches
-        [(done, ended, slowdown)] = remembered(runtime, 1)
-        assert len(done) == 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
         answer = next(runtime.answers(image))
         answer.refine()
         runtime.answer(image)
-        (given_up, ended, _), (whole, _, _) = remembered(runtime, 3)[1:]
-        assert 1 <= len(given_up) <= 3 and ended >= given_up[-1] and len(whole) == 3
+        trails = remembered(runtime, 3)
+        assert any(len(done) == 3 for done, _, _ in trails)
+        for done, ended, slowdown in trails:
+            assert 1 <= len(done) <= 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
 
 
 # --- confidence --------------------------------------------------------------------------------------------------
