@@ -88,7 +88,9 @@ def test_the_documentation_runs() -> None:
     text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     [whole] = [block for block in blocks if "import torch" in block]
-    exec(compile(whole, "docs/nest.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(whole, "docs/nest.md", "exec"), names)
+    assert isinstance(names["net"], NestedNet)
 
 
 # --- small networks of our own, one idea each -----------------------------------------------------------------------

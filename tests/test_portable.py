@@ -168,4 +168,5 @@ def test_what_is_not_what_was_exported_is_refused(folder: Path, spoil: Callable[
 
 
 def test_the_untouched_copy_is_accepted(folder: Path) -> None:
-    Portable(folder).close()
+    with Portable(folder) as runtime:
+        assert runtime.answer(np.zeros(runtime.spec.shape, np.float32), 10.0).final

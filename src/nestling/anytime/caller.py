@@ -76,9 +76,7 @@ class Anytime:
 
     def timeline(self, x: Any) -> list[float]:
         """Seconds from a question until each stage's answer was there, whether or not anybody looked: for measuring."""
-        pending = self.ask(x, None, None, every=True)
-        for row in pending.rows:
-            row.trail = None  # measuring is not asking: forecasts learn from questions alone
+        pending = self.ask(x, None, None, every=True, counts=False)
         found: list[float] = []
         try:
             while len(found) < self.spec.stages and (news := pending.next_news(float("inf"))) is not None:
@@ -136,7 +134,10 @@ class Anytime:
 
     # --- what the above share ------------------------------------------------------------------------------------
 
-    def ask(self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool) -> "Pending":
+    def ask(
+        self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool, counts: bool = True
+    ) -> "Pending":
+        """`every`: wake the caller at every stage. `counts`: forecasts learn from it; measuring is not asking."""
         began = self.clock()
         self.check_open()
         x = self.to_numpy(x)
@@ -144,7 +145,7 @@ class Anytime:
         limits = deadlines(deadline, len(images))
         thresholds = self.check_thresholds(confident)
         rows = [Row(began + limit, thresholds) for limit in limits]
-        if len(rows) == 1:
+        if len(rows) == 1 and counts:
             rows[0].trail = Trail(began, self.pace.slowdown)
         pending = Pending(self, rows, limits, began, single, every)
         for start in range(0, len(rows), self.together):

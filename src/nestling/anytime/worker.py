@@ -247,13 +247,12 @@ class Worker:
             row.best = (stage, logits[index])
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
                 row.final, row.work = True, None
-            if row.listeners:
-                row.tell(News(row, stage, logits[index], row.final, now))
-            trail = row.trail  # read once: another thread may end it
-            if trail is not None:
-                trail.done.append(now - trail.began)
+            if row.trail is not None:
+                row.trail.done.append(now - row.trail.began)
                 if row.final:
                     self.remember(row, now)
+            if row.listeners:  # last: who is told finds everything written down
+                row.tell(News(row, stage, logits[index], row.final, now))
 
     def remember(self, row: Row, now: float) -> None:
         """A question's first time is over: how it went is for forecasts."""
