@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from PIL import Image
 from rich.console import Console
 
 from nestling import confidence, cost, predict, profile
-from nestling.anytime.forecast import Forecast, Recent, survey
+from nestling.anytime import Abandoned, Pace, Stop
+from nestling.anytime.engine import Floats
+from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
+from nestling.anytime.forecast import Trail as Recorded
+from nestling.anytime.work import Row, Trail
+from nestling.anytime.worker import Worker
 from nestling.cli import main
 from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS
@@ -127,6 +133,60 @@ def test_a_forecast_learns_from_questions_with_deadlines(seed: int, slower: floa
         np.testing.assert_allclose(forecast.shares(limit)[:2], expected, atol=0.12)
         assert forecast.shares(limit).sum() == pytest.approx(1)
     assert forecast.shares(1.5 * slower, slowdown=4).tolist() == Forecast([[1.0, 2.0]]).shares(1.5 * slower, 4).tolist()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """One that is asked nothing: only what it remembers counts here."""
+    found = Worker(Nothing(), Pace(stages=2), keep=1, clock=lambda: 0.0)
+    yield found
+    found.close()
+
+
+class Nothing:
+    name, stages, row_bytes, most = "nothing", 2, 1, 0
+
+    def start(self, x: Floats) -> None: ...
+
+    def step(self, stage: int, state: None, stop: Stop) -> tuple[Floats, None]:
+        raise Abandoned
+
+    def take(self, state: None, rows: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def went(worker: Worker, done: list[float], now: float, due: float) -> Recorded:
+    """What is remembered of a question asked at 100 whose caller looked at `due`; the worker let it go at `now`."""
+    row = Row(100.0 + due)
+    row.trail = Trail(100.0, 1.0)
+    row.trail.done += [100.0 + at - 100.0 for at in done]  # rounded as on a clock
+    worker.remember(row, 100.0 + now)
+    assert row.trail is None
+    return worker.recent.trails[-1]
+
+
+def test_a_question_counts_until_its_caller_looked(worker: Worker) -> None:
+    assert went(worker, [1.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0)  # noticed later that it was called off
+    assert went(worker, [1.0, 3.0], now=3.0, due=4.0) == ((1.0, 3.0), 3.0, 1.0)  # to the last stage, in time
+    assert went(worker, [1.0, 5.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0)  # the last stage was done for nobody
+    assert went(worker, [5.0], now=6.0, due=4.0) == ((), 4.0, 1.0)  # and so was the first
+    assert went(worker, [1.0], now=1.5, due=4.0) == ((1.0,), 1.5, 1.0)  # closed or cancelled before its time
+
+
+def test_stages_done_after_their_time_do_not_make_stages_look_fast(worker: Worker) -> None:
+    """Stages go on for a while after the caller has looked, as on a machine that is not busy. Who counted the ones that are
+    done then, and the others only until the caller looked, would count the fast ones alone."""
+    chance = np.random.default_rng(0)
+    limits = np.array([0.5, 1.0, 1.5])
+    found = []
+    for _ in range(12):
+        for time, due in zip(chance.exponential(size=KEPT), chance.uniform(0.2, 2, KEPT), strict=True):
+            stopped = due + 0.5  # somebody else asked
+            went(worker, [float(time)] if time <= stopped else [], now=min(time, stopped), due=float(due))
+        times, ended = worker.recent.alike(1.0, 2)
+        found.append(survey(times[:, 0], ended, limits, np.array([1.0])))
+    np.testing.assert_allclose(np.mean(found, axis=0), 1 - np.exp(-limits), atol=0.02)
 
 
 def test_a_runtime_remembers_how_questions_went(run: Path) -> None:

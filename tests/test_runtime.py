@@ -153,6 +153,20 @@ def test_a_stage_whose_time_is_up_ends_when_somebody_comes() -> None:
         assert engine.log == [(1, 1), (1, 1)] and engine.begun[:2] == [1, 2]
 
 
+def test_a_stage_ends_once_its_caller_has_looked_when_others_want_the_processor() -> None:
+    """Callers look a margin before the deadline; from then on the stage is for nobody."""
+    runtime, engine = timed(0.02, 2.0, 0.01)
+    with runtime:
+        runtime.margin.value = 0.05
+        runtime.pace._log_drag = 3.0  # as on a machine where stages take twenty times as long as the fastest ones
+        assert runtime.answer(image(), 0.5).stage == 1
+        due = time.monotonic() + 0.5
+        while runtime.worker.running is not None and time.monotonic() < due:
+            time.sleep(0.005)
+        assert runtime.worker.running is None  # not two seconds later
+    assert engine.begun == [1, 2] and engine.log == [(1, 1)]
+
+
 def test_answers_yields_every_stage_in_order_and_may_be_stopped() -> None:
     runtime, _ = timed(0.02, 0.02, 0.02)
     with runtime:
@@ -199,6 +213,8 @@ def test_the_timeline_is_when_each_stage_was_done() -> None:
     with runtime:
         first, second = runtime.timeline(image())
         assert 0.05 <= first < 0.05 + SLACK and 0.1 <= second - first < 0.1 + SLACK
+        with pytest.raises(NestlingError, match="of one image; found 2"):
+            runtime.timeline(np.stack([image()] * 2))
 
 
 # --- many callers ------------------------------------------------------------------------------------------------

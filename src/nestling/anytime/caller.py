@@ -75,15 +75,14 @@ class Anytime:
             self.answer(np.zeros(self.spec.shape, np.float32))
 
     def timeline(self, x: Any) -> list[float]:
-        """Seconds from a question until each stage's answer was there, whether or not anybody looked: for measuring."""
-        pending = self.ask(x, None, None, every=True, counts=False)
-        found: list[float] = []
-        try:
-            while len(found) < self.spec.stages and (news := pending.next_news(float("inf"))) is not None:
-                found.append(news.at - pending.began)
-        finally:
-            pending.leave()
-        return found
+        """Seconds from a question about one image until each stage's answer was there: for measuring. Nobody is woken but by
+        the last, so that the stages take as long as they do for a caller who waits for his deadline."""
+        pending = self.ask(x, None, None, every=False, counts=False)
+        if pending.trail is None:
+            pending.cancel()
+            raise NestlingError(f"a timeline is that of one image; found {len(pending.rows)}")
+        pending.result()
+        return list(pending.trail.done)
 
     def forecast(self, deadline: float) -> tuple[list[float], float | None]:
         """What to expect of a deadline now: the share of single questions that the prior and each stage will answer, and
@@ -137,17 +136,17 @@ class Anytime:
     def ask(
         self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool, counts: bool = True
     ) -> "Pending":
-        """`every`: wake the caller at every stage. `counts`: forecasts learn from it; measuring is not asking."""
+        """`every`: wake the caller at every stage. `counts`: forecasts learn from it."""
         began = self.clock()
         self.check_open()
         x = self.to_numpy(x)
         images, single = self.intake.images(x)
         limits = deadlines(deadline, len(images))
         thresholds = self.check_thresholds(confident)
-        rows = [Row(began + limit, thresholds) for limit in limits]
-        if len(rows) == 1 and counts:
-            rows[0].trail = Trail(began, self.pace.slowdown)
-        pending = Pending(self, rows, limits, began, single, every)
+        rows = [Row(began + self.margin.before(limit), thresholds) for limit in limits]
+        pending = Pending(self, rows, [row.deadline for row in rows], began, single, every)
+        if len(rows) == 1:
+            rows[0].trail = pending.trail = Trail(began, self.pace.slowdown, counts)
         for start in range(0, len(rows), self.together):
             part = slice(start, start + self.together)
             self.worker.submit(Work(rows[part], images[part]))
@@ -157,11 +156,11 @@ class Anytime:
 
     def refine(self, row: Row, deadline: float | None) -> Answer:
         began = self.clock()
-        limit = seconds(deadline)
+        due = began + self.margin.before(seconds(deadline))
         self.check_open()
-        pending = Pending(self, [row], [limit], began, True)
-        if limit > 0:
-            self.worker.extend(row, began + limit)
+        pending = Pending(self, [row], [due], began, True)
+        if due > began:
+            self.worker.extend(row, due)
         if row.final or self.worker.closing:
             pending.signal.put(None)
         answer: Answer = pending.result()
@@ -210,10 +209,11 @@ class Pending:
     """A question that is being worked on."""
 
     def __init__(
-        self, runtime: Anytime, rows: list[Row], limits: list[float], began: float, single: bool, every: bool = False
+        self, runtime: Anytime, rows: list[Row], due: list[float], began: float, single: bool, every: bool = False
     ) -> None:
-        """`every`: be woken up by every stage, not only by a last one."""
-        self.runtime, self.rows, self.limits, self.began, self.single = runtime, rows, limits, began, single
+        """`due`: when to look at each row, on the clock. `every`: be woken up by every stage, not only by a last one."""
+        self.runtime, self.rows, self.due, self.began, self.single = runtime, rows, due, began, single
+        self.trail: Trail | None = None  # of a question about one image
         self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
         for row in rows:
             row.listeners = (*row.listeners, (self.signal, every))
@@ -227,7 +227,7 @@ class Pending:
         """Wait until the deadline or the last stage: an Answer, or a list of them."""
         if len(self.rows) == 1:  # the usual case, without the bookkeeping of several
             try:
-                self.wait(self.rows, self.began + self.runtime.margin.before(self.limits[0]))
+                self.wait(self.rows, self.due[0])
                 answer = self.runtime.form(self.rows[0], self.began)
             finally:
                 self.leave()
@@ -240,8 +240,7 @@ class Pending:
     def each(self) -> Iterator[tuple[int, Answer]]:
         """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
         runtime = self.runtime
-        wake = [self.began + runtime.margin.before(limit) for limit in self.limits]
-        due = {id(row): at for row, at in zip(self.rows, wake, strict=True)}
+        due = {id(row): at for row, at in zip(self.rows, self.due, strict=True)}
         places = {id(row): index for index, row in enumerate(self.rows)}
         waiting = sorted(self.rows, key=lambda row: due[id(row)])
         try:
@@ -273,7 +272,7 @@ class Pending:
         """The answers of each stage as it finishes, all images together, until the deadline."""
         latest: dict[int, News] = {}  # by row
         ahead: list[News] = []  # of stages not yet shown
-        until = self.began + self.runtime.margin.before(max(self.limits))
+        until = max(self.due)
         try:
             for stage in range(1, self.runtime.spec.stages + 1):
                 waiting = {id(row) for row in self.rows if not (id(row) in latest and latest[id(row)].final)}

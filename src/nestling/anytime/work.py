@@ -15,10 +15,11 @@ from nestling.anytime.mailbox import Mailbox
 class Trail:
     """When a question was asked, how slow the machine was then, and the seconds until each stage was done."""
 
-    __slots__ = ("began", "done", "slowdown")
+    __slots__ = ("began", "counts", "done", "slowdown")
 
-    def __init__(self, began: float, slowdown: float) -> None:
-        self.began, self.slowdown = began, slowdown
+    def __init__(self, began: float, slowdown: float, counts: bool = True) -> None:
+        """`counts`: forecasts learn from it; measuring is not asking."""
+        self.began, self.slowdown, self.counts = began, slowdown, counts
         self.done: list[float] = []
 
 
@@ -28,7 +29,9 @@ class Row:
     __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "trail", "work")
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
-        self.deadline = deadline  # on the clock; until then somebody waits for more
+        self.deadline = (
+            deadline  # on the clock; until then somebody waits for more: who asked looks then, a margin early
+        )
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False

@@ -79,10 +79,11 @@ class Worker:
 
     def cancel(self, rows: Sequence[Row]) -> None:
         """Nobody wants more of these rows."""
+        now = self.clock()
         for row in rows:
-            row.deadline = -inf
+            row.deadline = min(row.deadline, now)
         running = self.running
-        if running is not None and running.deadline() == -inf:
+        if running is not None and running.deadline() <= now:
             running.stop.set()
 
     def close(self) -> None:
@@ -255,9 +256,10 @@ class Worker:
                 row.tell(News(row, stage, logits[index], row.final, now))
 
     def remember(self, row: Row, now: float) -> None:
-        """A question's first time is over: how it went is for forecasts."""
+        """A question's first time is over: how it went until somebody looked is for forecasts. Later stages do not count, not
+        even when they were done: of those only the fast ones are, the others are called off, and so they would all look
+        faster than they are."""
         trail, row.trail = row.trail, None
-        if trail is not None:
-            # A stage that was called off could no longer be done, although it is only now that it ended.
-            ended = max([min(now, row.deadline) - trail.began, *trail.done[-1:]])
-            self.recent.add(trail.done, ended, trail.slowdown)
+        if trail is not None and trail.counts:
+            ended = min(now, row.deadline) - trail.began
+            self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown)
