@@ -7,10 +7,12 @@
     python benchmarks/deadlines.py stress --json results/stress.json              # 100,000 answers, 8 threads
 
 `ontime` and `stress` take a run's folder or a network's name, and with --portable a folder that `nestling export` wrote.
-ontime: every image is asked once, with a random deadline of 0.2 to 1.5 times the full latency. What the runtime
-foretells before each question learns from questions with a deadline alone. Among the questions are bare timers of the
-same lengths, and questions without a deadline, whose stage times are a profile under load, for comparison. curve: the
-latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
+ontime: images in random order, each with a random deadline of 0.2 to 1.5 times the full latency; short ones come more often
+(half of them below 0.38), because chance is largest where the prior answers some of them. What the runtime foretells
+before each question learns from questions with a deadline alone. Among the questions are bare timers of the same lengths,
+and questions without a deadline, whose stage times are a profile under load, for comparison. Errors are compared twice: as
+they were, and as the stages that answered make them on average over the same images, which leaves out how lucky each was
+with its image. curve: the latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
 """
 
 import argparse
@@ -37,6 +39,8 @@ from numpy.typing import NDArray
 
 BINS = 7
 TOGETHER = 50  # images, where time does not matter
+RANGE = (0.2, 1.5)  # of deadlines, in full latencies
+SHORT = 3  # deadlines are spread as the third power of what is spread evenly: 52 % of them in the first of seven ranges
 PAUSE = 0.003  # seconds between questions: frames do not come back to back
 
 
@@ -153,7 +157,6 @@ class Asked:
 
     image: int
     limit: float  # seconds
-    wake: float  # when its caller meant to look
     known: "Known"
     stage: int  # that answered
     late: float
@@ -172,7 +175,7 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
         full = float(np.median([warm_question(runtime, images[i % len(images)])[-1] for i in range(200)]))
         while len(asked) < options.answers:
             # Timers, questions and profile come in random turns, so that each finds the machine as the others do.
-            limit = full * chance.uniform(0.2, 1.5)
+            limit = full * (RANGE[0] + (RANGE[1] - RANGE[0]) * chance.random() ** options.short)
             image = images[order[len(asked)]]
             time.sleep(PAUSE)
             turn = chance.random()
@@ -183,25 +186,25 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
             elif turn < 0.5:
                 trace.append(runtime.timeline(image))
             else:
-                wake = runtime.margin.before(limit)
                 known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, len(trails))
                 began = time.monotonic()
                 answer = runtime.answer(image, limit)
                 late = time.monotonic() - began - limit
-                asked.append(Asked(int(order[len(asked)]), limit, wake, known, answer.stage, late))
+                asked.append(Asked(int(order[len(asked)]), limit, known, answer.stage, late))
     runtime.close()
     lateness, timers = percentiles([each.late for each in asked]), percentiles(bare)
     result = {
         "what": "ontime", "network": runtime.spec.name, "engine": runtime.engine.name, "threads": options.threads,
-        "busy_processes": options.busy, "answers": len(asked), "lost": options.answers - len(asked),
+        "busy_processes": options.busy, "short": options.short, "answers": len(asked), "lost": options.answers - len(asked),
         "timers": len(bare), "profiled": len(trace), "full_ms": full * 1e3,
         "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
         "lateness_ms": lateness, "bare_timer_ms": timers, "p99_over_bare_ms": lateness["p99"] - timers["p99"],
         "deadlines": by_deadline(asked, trails, np.array(trace), known_trace(runtime), full, subject.wrong),
     }  # fmt: skip
     for name, key in (("forecast", "predicted_error"), ("profile_under_load", "profile_error")):
-        off = [100 * abs(row["error"] - row[key]) for row in result["deadlines"] if "error" in row]
-        result[f"points_off_{name}"] = max(off, default=None)
+        for by, found in (("", "error"), ("_by_shares", "shares_error")):
+            off = [100 * abs(row[found] - row[key]) for row in result["deadlines"] if "error" in row]
+            result[f"points_off_{name}{by}"] = max(off, default=None)
     return result
 
 
@@ -241,28 +244,32 @@ def by_deadline(
     from nestling.anytime.forecast import Forecast
 
     profile = Forecast(trace)
-    edges = np.linspace(0.2, 1.5, BINS + 1) * full
+    edges = np.linspace(*RANGE, BINS + 1) * full
     rows = []
     for low, high in itertools.pairwise(edges):
         inside = [each for each in asked if low <= each.limit < high]
         if not inside:
             continue
         foretold = np.array([each.known.shares(quiet, trails) for each in inside])
-        profiled = np.array([profile.shares(each.wake) for each in inside])
+        profiled = np.array([profile.shares(each.known.looks) for each in inside])
         stages = np.array([each.stage for each in inside])
         row: dict[str, Any] = {
             "deadline_ms": [low * 1e3, high * 1e3], "n": len(inside),
             "shares": [float((stages == s).mean()) for s in range(trace.shape[1] + 1)],
             "predicted_shares": [float(v) for v in foretold.mean(axis=0)],
+            "profile_shares": [float(v) for v in profiled.mean(axis=0)],
         }  # fmt: skip
         if wrong is not None:
             faults = wrong[:, [each.image for each in inside]]  # (1 + stages, n), the very images that were asked
             row["error"] = float(faults[stages, np.arange(len(inside))].mean())
             chances = (foretold.T * faults).sum(axis=0)  # that this image is answered wrongly, whoever answers
             row["predicted_error"] = float(chances.mean())
-            row["chance_error"] = float(
-                np.sqrt((chances * (1 - chances)).sum()) / len(inside)
-            )  # one standard deviation
+            # one standard deviation of the error, and of what the shares make of it
+            row["chance_error"] = float(np.sqrt((chances * (1 - chances)).sum()) / len(inside))
+            means = faults.mean(axis=1)
+            row["shares_error"] = float(means @ row["shares"])
+            spread = foretold @ means**2 - (foretold @ means) ** 2
+            row["chance_shares"] = float(np.sqrt(spread.sum()) / len(inside))
             row["profile_error"] = float((profiled.T * faults).sum(axis=0).mean())
         rows.append(row)
     return rows
@@ -438,6 +445,9 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1500, help="curve: measurements of every network")
     parser.add_argument("--busy", type=int, default=2, help="ontime: other processes that never sleep")
+    parser.add_argument(
+        "--short", type=float, default=SHORT, help="ontime: 1 = deadlines spread evenly; more = shorter ones"
+    )
     parser.add_argument("--callers", type=int, default=8, help="stress: threads that ask")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--json", nargs="?", const="-", help="a file, or stdout")
@@ -479,13 +489,14 @@ def report(result: dict[str, Any]) -> None:
     for key, value in result.items():
         if key == "deadlines":
             print("deadline ms      n  answered by (prior, stages)   predicted", end=" " * 22)
-            print("error  predicted +-chance  by profile")
+            print("error  predicted +-chance  by profile  of shares +-chance")
             for row in value:
                 shares = " ".join(f"{v:5.3f}" for v in row["shares"])
                 expected = " ".join(f"{v:5.3f}" for v in row["predicted_shares"])
                 low, high = row["deadline_ms"]
                 errors = f"{100 * row['error']:6.2f} {100 * row['predicted_error']:6.2f}" if "error" in row else ""
                 errors += f" ±{100 * row['chance_error']:4.2f}    {100 * row['profile_error']:6.2f}" if errors else ""
+                errors += f"     {100 * row['shares_error']:6.2f} ±{100 * row['chance_shares']:4.2f}" if errors else ""
                 print(f"{low:5.1f}-{high:5.1f} {row['n']:6}  {shares}   {expected}   {errors}")
         elif key != "provenance":
             print(f"{key}: {value}")
