@@ -131,6 +131,25 @@ def test_refining_goes_on_where_the_answer_stopped() -> None:
         assert [stage for stage, _ in engine.log] == [1, 2, 3, 4]  # each stage once
 
 
+def test_refining_misses_no_stage_however_fast_it_is() -> None:
+    """The worker is woken before the caller has said where it waits."""
+    runtime, _ = timed(0.0, 0.0)
+    with runtime:
+        for _ in range(500):
+            prior = runtime.answer(image(), 0)
+            assert prior.stage == 0 and prior.refine(5.0).final
+
+
+def test_probabilities_are_worked_out_once_and_are_the_callers_own() -> None:
+    runtime, _ = timed(0.0)
+    with runtime:
+        for answer in (runtime.answer(image(), 0), runtime.answer(image(1.0))):
+            assert answer.probabilities is answer.probabilities
+            assert answer.label == answer.probabilities.argmax() and answer.confidence == answer.probabilities.max()
+            answer.probabilities[:] = 0  # spoils nobody else's
+        np.testing.assert_allclose(runtime.answer(image(), 0).probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
+
+
 def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() -> None:
     runtime, engine = timed(0.02, 0.2)
     with runtime:

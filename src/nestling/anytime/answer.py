@@ -6,6 +6,7 @@ Knows nothing of how answers are made.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +14,24 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
     """The best answer there was when it was handed over."""
 
     label: int  # the most probable class
     name: str  # and what it is called
-    probabilities: Floats  # (classes,)
     stage: int  # the stage that answered; 0 = the class prior
     size: str  # that stage's size, such as "w2"; "" for the prior
     elapsed: float  # seconds from the call until now
     final: bool  # nothing better will come: the last stage answered, or one that was sure enough
+    _probabilities: Callable[[], Floats] = field(repr=False)
     _refine: Callable[[float | None], "Answer"] = field(repr=False)
+
+    @cached_property
+    def probabilities(self) -> Floats:
+        """Of every class, (classes,). Worked out when they are wanted: between the deadline's timer and handing over an
+        answer every microsecond counts, and on a processor that just woke up a softmax takes dozens."""
+        return self._probabilities()
 
     @property
     def confidence(self) -> float:

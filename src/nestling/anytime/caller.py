@@ -158,9 +158,9 @@ class Anytime:
         began = self.clock()
         due = began + self.margin.before(seconds(deadline))
         self.check_open()
-        pending = Pending(self, [row], [due], began, True)
         if due > began:
             self.worker.extend(row, due)
+        pending = Pending(self, [row], [due], began, True)  # after waking the worker: meanwhile it gets going
         if row.final or self.worker.closing:
             pending.signal.put(None)
         answer: Answer = pending.result()
@@ -190,11 +190,11 @@ class Anytime:
             raise NestlingError(f"stage {row.best[0] + 1} of {self.spec.name} failed: {row.error}") from row.error
         final = row.final if news is None else news.final  # read before the logits: they may only be newer
         stage, logits = row.best if news is None else (news.stage, news.logits)
-        probabilities = self.prior if logits is None else softmax(logits)
-        label = int(probabilities.argmax())
-        size = self.spec.sizes[stage - 1] if stage else ""
+        label = int((self.prior if logits is None else logits).argmax())
+        probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
+        name, size = self.spec.classes[label], self.spec.sizes[stage - 1] if stage else ""
         refine = partial(self.refine, row)
-        return Answer(label, self.spec.classes[label], probabilities, stage, size, self.clock() - began, final, refine)
+        return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine)
 
     def __enter__(self) -> Self:
         return self
