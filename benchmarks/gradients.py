@@ -303,7 +303,7 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
     from nestling.gradients.owners import Spec, from_masks
     from nestling.gradients.rows import Rows
 
-    kernels.ASKED = asked
+    kernels.WANTED = asked
     generator = torch.Generator(device).manual_seed(0)
     params = [torch.zeros(shape, device=device, requires_grad=True) for shape in resnet50_shapes()]
     entries = sum(p.numel() for p in params)

@@ -32,7 +32,7 @@ def test_kernels_agree_with_the_plain_versions_under_the_interpreter() -> None:
 @pytest.fixture(params=[False, True], ids=["plain", "kernels"])
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions, whether or not the kernels are asked for outside."""
-    monkeypatch.setattr(kernels, "ASKED", request.param)
+    monkeypatch.setattr(kernels, "WANTED", request.param)
 
 
 @pytest.mark.cuda

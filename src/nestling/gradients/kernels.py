@@ -22,7 +22,7 @@ try:
 except ImportError:  # a CPU build of torch comes without Triton
     PRESENT = False
 
-ASKED = os.environ.get("NESTLING_KERNELS") == "1"
+WANTED = os.environ.get("NESTLING_KERNELS") != "0"  # to compare with the plain versions
 MOST = 8  # tasks: above, the products no longer fit in registers
 WARPS = 4
 TURNS = 4  # how often a program works on a block of entries
@@ -31,12 +31,8 @@ TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf
 
 
 def usable(tensor: Tensor, tasks: int) -> bool:
-    """Whether the kernels can take this on: on a CUDA device, with Triton, not too many tasks, and asked for.
-
-    They agree with the plain versions on a GPU, but until they have been timed there they are used where NESTLING_KERNELS=1
-    asks for them, and nowhere else.
-    """
-    return ASKED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES and works(tensor.device)
+    """Whether the kernels can take this on: on a CUDA device, with Triton, not too many tasks."""
+    return WANTED and PRESENT and tensor.is_cuda and tasks <= MOST and tensor.dtype in TYPES and works(tensor.device)
 
 
 @lru_cache
