@@ -41,6 +41,7 @@ BINS = 7
 TOGETHER = 50  # images, where time does not matter
 RANGE = (0.2, 1.5)  # of deadlines, in full latencies
 SHORT = 3  # deadlines are spread as the third power of what is spread evenly: 52 % of them in the first of seven ranges
+TIMERS = PROFILED = 0.15  # shares of the turns that are bare timers, and questions without a deadline
 PAUSE = 0.003  # seconds between questions: frames do not come back to back
 
 
@@ -180,10 +181,10 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
             time.sleep(PAUSE)
             turn = chance.random()
             began = time.monotonic()
-            if turn < 0.25:
+            if turn < TIMERS:
                 time.sleep(limit)
                 bare.append(time.monotonic() - began - limit)
-            elif turn < 0.5:
+            elif turn < TIMERS + PROFILED:
                 trace.append(runtime.timeline(image))
             else:
                 known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, len(trails))

@@ -20,7 +20,7 @@ from nestling.anytime import Abandoned, Pace, Stop
 from nestling.anytime.engine import Floats
 from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
 from nestling.anytime.forecast import Trail as Recorded
-from nestling.anytime.work import Row, Trail
+from nestling.anytime.work import Row, Trail, Work
 from nestling.anytime.worker import Worker
 from nestling.cli import main
 from nestling.errors import NestlingError
@@ -172,6 +172,15 @@ def test_a_question_counts_until_its_caller_looked(worker: Worker) -> None:
     assert went(worker, [1.0, 5.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0)  # the last stage was done for nobody
     assert went(worker, [5.0], now=6.0, due=4.0) == ((), 4.0, 1.0)  # and so was the first
     assert went(worker, [1.0], now=1.5, due=4.0) == ((1.0,), 1.5, 1.0)  # closed or cancelled before its time
+
+
+def test_a_question_counts_although_its_time_was_up_before_it_was_queued(worker: Worker) -> None:
+    """A busy machine may stop whoever asks at any moment; forgetting these would make the machine look faster."""
+    for asked, due in ((-2.0, -0.5), (-2.0, -2.0)):  # it is 0 now; the second was asked with a deadline of 0
+        row = Row(due)
+        row.trail = Trail(asked, 1.0)
+        worker.submit(Work([row], np.zeros((1, 1, 1, 1), np.float32)))
+    assert list(worker.recent.trails) == [((), 1.5, 1.0)]
 
 
 def test_stages_done_after_their_time_do_not_make_stages_look_fast(worker: Worker) -> None:

@@ -49,7 +49,9 @@ class Worker:
     def submit(self, work: Work) -> None:
         """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
         with self.lock:
-            if work.deadline() <= self.clock():
+            if work.deadline() <= (now := self.clock()):
+                for row in work.rows:
+                    self.remember(row, now)
                 work.rest()
                 return
             self.push(work)
@@ -262,4 +264,5 @@ class Worker:
         trail, row.trail = row.trail, None
         if trail is not None and trail.counts:
             ended = min(now, row.deadline) - trail.began
-            self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown)
+            if ended > 0:  # who has no time at all tells nothing of it
+                self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown)
