@@ -229,6 +229,40 @@ def test_pcgrad_takes_every_order_in_time() -> None:
     assert len(seen) > 1
 
 
+def seeded(seed: int, epoch: int, steps: int, before: int = 0) -> list[tuple[float, ...]]:
+    """The updates of some steps of an epoch, after some of another, with rows that show the order of projections."""
+    combine = PCGrad(seed=seed)
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 0.2], [-0.5, -1.0]], dtype=torch.float64)
+    for _ in range(before):
+        run(rows, combine)
+    combine.set_epoch(epoch)
+    return [tuple(run(rows, combine)[0].tolist()) for _ in range(steps)]
+
+
+def test_seeded_pcgrad_follows_from_seed_epoch_and_step_alone() -> None:
+    torch.manual_seed(1)
+    first = seeded(seed=3, epoch=5, steps=40)
+    torch.manual_seed(2)
+    assert seeded(seed=3, epoch=5, steps=40, before=7) == first, "whatever torch's generator and this one did before"
+    assert seeded(seed=3, epoch=6, steps=40) != first != seeded(seed=4, epoch=5, steps=40)
+    assert len(set(first)) == len(set(seeded(seed=0, epoch=0, steps=200))) > 1, "every order that matters comes"
+
+
+def test_seeded_pcgrad_without_epochs_is_in_the_first() -> None:
+    assert seeded(seed=3, epoch=0, steps=5, before=2) == seeded(seed=3, epoch=0, steps=5)
+
+
+def test_seeded_pcgrad_goes_on_after_its_last_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestling.combine.pcgrad.DRAWN", 5)
+    found = seeded(seed=3, epoch=5, steps=12)
+    assert found[5:10] == found[:5] and found[10:] == found[:2]
+
+
+def test_pcgrad_refuses_two_sources_of_chance() -> None:
+    with pytest.raises(NestlingError, match="a generator and a seed"):
+        PCGrad(generator=torch.Generator(), seed=0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_float32_rows_lose_nothing_at_nearly_equal_directions(seed: int) -> None:
     """At cosine 1 - 5e-5 float32 sums lose 4e-5 of the update; float64 sums of float32 rows do not."""

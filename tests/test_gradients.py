@@ -435,6 +435,9 @@ def test_refresh_keeps_the_weights_between() -> None:
     assert counts == [3, 1, 1, 3, 1, 1, 3]
     assert [r.refreshed for r in reports] == [True, False, False, True, False, False, True]
     assert reports[1].weights is reports[0].weights and reports[3].weights is not reports[0].weights
+    assert not rows.backward(losses_of(net, *batch())).refreshed
+    rows.renew()
+    assert [rows.backward(losses_of(net, *batch())).refreshed for _ in range(4)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("combine", [OSGD(scope="tensor"), NormSGD()])

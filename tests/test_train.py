@@ -102,6 +102,27 @@ def test_resume_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
 
 
+@pytest.mark.parametrize(
+    "strategy", ["pcgrad", "pcgrad strategy.scope=tensor", "pcgrad strategy.refresh=3", "osgd strategy.refresh=3"]
+)
+@pytest.mark.parametrize("name", ["digits-width", "digits-depth"])
+def test_what_a_combiner_draws_or_keeps_follows_the_recipe_also_after_resuming(
+    tmp_path: Path, name: str, strategy: str
+) -> None:
+    """PCGrad's orders and kept weights (an epoch has 4 steps): never stopped as stopped twice, whatever torch's own
+    generator did."""
+    recipe = digits("train.epochs=3", *f"strategy.name={strategy}".split(), name=name)
+    torch.manual_seed(1)
+    train(recipe, str(tmp_path / "whole"), quiet=True)
+    for part in range(3):
+        torch.manual_seed(100 + part)
+        seconds = 0.0 if part < 2 else float("inf")
+        train(recipe, str(tmp_path / "parts"), resume=part > 0, quiet=True, seconds=seconds)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+
+
 def untimed(run: Path) -> list[dict[str, Any]]:
     skip = ("seconds", "images_per_second")
     return [{key: value for key, value in line.items() if key not in skip} for line in RunDir(run).read_log()]

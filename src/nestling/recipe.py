@@ -80,7 +80,7 @@ class StrategyRecipe(Section):
     order: tuple[Positive, ...] = ()
     scope: Literal["all", "shared", "block", "tensor"] = "all"  # which parameters one projection sees
     importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
-    refresh: Positive = 1  # recompute the combination's weights every k steps
+    refresh: Positive = 1  # recompute the combination's weights every k steps, and as an epoch begins
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -175,6 +175,10 @@ class Accumulator(Generic[R]):
         self._remember(report)
         return report
 
+    def renew(self) -> None:
+        """Find the weights anew at the next step and count `refresh` from there."""
+        self.steps, self.last = 0, None
+
     def _settle_tasks(self, tasks: int) -> None:
         if self.layout is None and self.owners is not None:
             self.layout = from_owners(self.named, self.owners, tasks)

@@ -42,8 +42,8 @@ def task_importance(strategy: StrategyRecipe, stages: int) -> list[float]:
     return list(strategy.importance) or [1.0] * stages
 
 
-def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1) -> Weighted:
-    """The combiner a recipe names. Several orders share the epochs equally, one after another."""
+def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1, seed: int = 0) -> Weighted:
+    """The combiner a recipe names. Several orders share the epochs equally, one after another; `seed` is for chance."""
     orders, importance = task_orders(strategy, stages), task_importance(strategy, stages)
     several: Order = lambda epoch: orders[min(epoch * len(orders) // max(1, epochs), len(orders) - 1)]  # noqa: E731
     order = several if len(orders) > 1 else orders[0]
@@ -52,7 +52,7 @@ def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1) -> Wei
     if strategy.name == "normsgd":
         return NormSGD(importance)
     if strategy.name == "pcgrad":
-        return PCGrad(strategy.scope, importance)
+        return PCGrad(strategy.scope, importance, seed=seed)
     if strategy.name in ("osgd", "osgd-norm"):
         kind = OSGD if strategy.name == "osgd" else NormOSGD
         return kind(order, strategy.scope, importance)
@@ -76,8 +76,9 @@ class Step:
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if compiled else net
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
-        self.combine = combine = make_combiner(recipe.strategy, len(net.plan.heads), recipe.train.epochs)
-        needs_rows = combine.fixed(len(net.plan.heads), self.device) is None or recipe.train.diagnostics
+        stages, seed = len(net.plan.heads), recipe.train.seed
+        self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
+        needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
         self.tasks: Tasks | None = None
         if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
             self.tasks = Tasks(net, combine, recipe.train, compiled)
@@ -92,6 +93,8 @@ class Step:
         self.combine.set_epoch(epoch)
         if self.greedy is not None:
             self.greedy.set_epoch(epoch)
+        if self.tasks is None:
+            self.rows.renew()  # else a resumed run would go on with other weights than one never stopped
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self.train.channels_last:
