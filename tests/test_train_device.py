@@ -13,6 +13,7 @@ import torch
 from test_train import digits, untimed, weights
 
 from nestling import evaluate
+from nestling.combine import OSGD
 from nestling.data import MemorySplit, load
 from nestling.errors import NestlingError
 from nestling.nets import build
@@ -23,6 +24,7 @@ from nestling.train.device import able, lacks_memory, memory_explained, pick_dev
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.step import Step
+from nestling.train.tasks import Tasks
 
 # --- numbers that come home late ----------------------------------------------------------------------------------
 
@@ -335,11 +337,32 @@ def test_graph_runs_side_by_side_are_what_they_are_alone(tmp_path: Path, strateg
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("strategy", ["osgd", "pcgrad"])
-def test_graph_and_eager_runs_agree(tmp_path: Path, strategy: str) -> None:
+def test_pupils_beside_their_teacher_learn_what_they_learn_after_it() -> None:
+    """With distillation, tasks on streams of their own find the losses and rows that they find one after another."""
+    recipe = synthetic("train.distill=0.7")
+    net = build(recipe.network, generator=torch.Generator().manual_seed(0)).double().to("cuda").train()
+    tasks = Tasks(net, OSGD(), recipe.train, compiled=False)
+    streams = tasks.streams
+    assert len(streams) == 3
+    generator = torch.Generator("cuda").manual_seed(5)
+    for _ in range(5):
+        x = torch.randn(64, 3, 32, 32, generator=generator, device="cuda", dtype=torch.float64)
+        y = torch.randint(0, 10, (64,), generator=generator, device="cuda")
+        found = []
+        for used in (streams, []):
+            tasks.streams = used
+            losses, _ = tasks(x, y)
+            found.append((losses.clone(), tasks.rows.dense.clone()))
+        for beside, after in zip(*found, strict=True):
+            assert torch.allclose(beside, after, rtol=1e-5, atol=1e-7)  # losses are taken in float32
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("setting", ["strategy.name=osgd", "strategy.name=pcgrad", "train.distill=0.5"])
+def test_graph_and_eager_runs_agree(tmp_path: Path, setting: str) -> None:
     """With pcgrad also in chance: a graph finds its step's order on the device, the one that is drawn eagerly."""
     for way in ("eager", "graph"):
-        train(synthetic(f"train.engine={way}", f"strategy.name={strategy}"), str(tmp_path / way), quiet=True)
+        train(synthetic(f"train.engine={way}", setting), str(tmp_path / way), quiet=True)
     for eager, graph in zip(*(RunDir(tmp_path / way).read_log() for way in ("eager", "graph")), strict=True):
         assert eager["train_loss"] == pytest.approx(graph["train_loss"], rel=2e-2)
 

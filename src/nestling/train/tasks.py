@@ -5,6 +5,8 @@ the full width, and on CUDA the tasks run side by side on streams of their own. 
 of the other rooms; this one only decides how the rows are obtained.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,29 +59,36 @@ class Tasks:
         last = len(self.nets) - 1
         losses: list[Tensor] = [y] * (last + 1)
         teacher: Tensor | None = None
-        if self.streams:
-            main = torch.cuda.current_stream()
-            for task in range(last, -1, -1):  # the longest first; a teacher must answer before its pupils learn
-                stream = self.streams[task]
-                stream.wait_stream(main)
-                if task < last and self.train.distill:
-                    stream.wait_stream(self.streams[last])
-                with torch.cuda.stream(stream):
-                    losses[task], logits = self.one(task, x, y, teacher)
-                teacher = logits if task == last else teacher
+        answered: torch.cuda.Event | None = None
+        main = torch.cuda.current_stream() if self.streams else None
+        for task in range(last, -1, -1):  # the longest first; a teacher must answer before its pupils learn
+            with self.beside(task, main):
+                (logits,) = self.nets[task](x)
+                if task == last and self.train.distill:
+                    teacher = logits.detach()
+                    answered = self.streams[task].record_event() if self.streams else None
+                elif answered is not None:  # for the teacher's answer, not for its backward pass
+                    self.streams[task].wait_event(answered)
+                losses[task] = self.learn(task, logits, y, teacher if task < last else None)
+        if main is not None:
             for stream in self.streams:
                 main.wait_stream(stream)
-        else:
-            for task in range(last, -1, -1):
-                losses[task], logits = self.one(task, x, y, teacher)
-                teacher = logits if task == last else teacher
         return torch.stack(losses), self.combine(self.rows)
 
-    def one(self, task: int, x: Tensor, y: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one task; its gradients become its row."""
-        (logits,) = self.nets[task](x)
-        with torch.autocast(x.device.type, enabled=False):
+    @contextmanager
+    def beside(self, task: int, main: "torch.cuda.Stream | None") -> Iterator[None]:
+        """A task's own stream, which goes on from where the main one is; on a CPU nothing."""
+        if main is None:
+            yield
+            return
+        self.streams[task].wait_stream(main)
+        with torch.cuda.stream(self.streams[task]):
+            yield
+
+    def learn(self, task: int, logits: Tensor, y: Tensor, teacher: Tensor | None) -> Tensor:
+        """Loss and backward of one task; its gradients become its row."""
+        with torch.autocast(y.device.type, enabled=False):
             loss = stage_loss(logits, y, self.train, teacher)
             grads = torch.autograd.grad(loss, self.leaves[task])
             self.rows.put(task, [g.permute(order) for g, order in zip(grads, self.orders[task], strict=True)])
-        return loss.detach(), logits.detach()
+        return loss.detach()
