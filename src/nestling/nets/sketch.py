@@ -1,7 +1,7 @@
 """The sketch of a network: what is known of it while it is read, in the plan's words and still without births.
 
 In: traced operations, one by one. Out: names, sizes and arguments of what they read, nodes entered under names of their
-own, and refusals that say which module is meant. Which operation becomes which node is said in trace.py.
+own, and refusals that say which module is meant. Which operation becomes which node is said in pen.py.
 """
 
 from collections.abc import Callable
