@@ -8,7 +8,7 @@
 
 `ontime` and `stress` take a run's folder or a network's name, and with --portable a folder that `nestling export` wrote.
 ontime: images in random order, each with a random deadline of 0.2 to 1.5 times the full latency; short ones come more often
-(half of them below 0.38), because chance is largest where the prior answers some of them. What the runtime foretells
+(half of them below 0.36), because chance is largest where the prior answers some of them. What the runtime foretells
 before each question learns from questions with a deadline alone. Among the questions are bare timers of the same lengths,
 and questions without a deadline, whose stage times are a profile under load, for comparison. Errors are compared twice: as
 they were, and as the stages that answered make them on average over the same images, which leaves out how lucky each was
