@@ -60,7 +60,7 @@ EVERYWHERE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0, 1 (failed), 2 (wrong usage) or 130 (interrupted)."""
+    """Run one command line and return its exit code: 0, 1 (failed), 2 (wrong usage), 130 (interrupted) or 143 (SIGTERM)."""
     # These two are taken out before parsing so that they work in every place and for every command.
     as_json, with_traceback = "--json" in arguments, "--traceback" in arguments
     words = [word for word in arguments if word not in ("--json", "--traceback")]
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str]) -> int:
             say(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help")
             return 2
         return run(words[0], words[1:], as_json)
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 130
+    except KeyboardInterrupt as stop:
+        say(str(stop) or "interrupted")
+        return int(getattr(stop, "code", 130))
     except BrokenPipeError:
         # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

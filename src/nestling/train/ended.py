@@ -63,7 +63,7 @@ class Ended:
     home: Moment  # everything below lies in host memory
     losses: Tensor  # (steps, stages)
     test: Tensor | None  # (2, stages): error and loss on the test split, where they were asked for
-    state: dict[str, Tensor]  # for a checkpoint; empty where none is due
+    state: dict[str, Tensor]  # for a checkpoint; empty on ranks that write none
 
     @property
     def seconds(self) -> float:

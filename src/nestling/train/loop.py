@@ -29,6 +29,7 @@ from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
+from nestling.train.stop import Stop
 
 REMEDY = "Lower train.lr, set train.clip, or use strategy.name=osgd-norm."
 
@@ -43,9 +44,12 @@ class Training:
         data: DataSet | None = None,
         until: float = float("inf"),
         startup: Startup | None = None,
+        stop: Stop | None = None,
     ) -> None:
-        """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch."""
+        """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch.
+        `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch."""
         self.recipe, self.run, self.until, self.startup = recipe, run, until, startup or Startup()
+        self.stop = stop or Stop()
         with self.startup.step("device"):
             self.device = pick_device(recipe.train.device)
         self.able = recipe  # as this device can carry it out
@@ -71,6 +75,7 @@ class Training:
         self.total = recipe.train.epochs * (len(net.plan.heads) if self.step.greedy else 1)
         self.done = 0  # epochs whose line is in the log
         self.saved = 0  # epochs of the newest checkpoint
+        self.unsaved: dict[str, Tensor] = {}  # the state after `done` epochs, where it is not in a checkpoint yet
         self.newest: dict[str, Any] = {}  # line of the log
         self.answers: tuple[Tensor, Tensor] | None = None  # the newest logits and labels of the test split
         self.board = Board(run.path) if recipe.train.tensorboard else None
@@ -111,6 +116,7 @@ class Training:
     def _epochs(self) -> Iterator[tuple[int, int]]:
         train = self.recipe.train
         driver = self.start()
+        self.stop.waits = True  # from here on there are epochs to lose
         self.steps = driver.steps
         ahead = self.engine == "graph" and not train.diagnostics  # diagnostics are of the newest step alone
         waiting: Ended | None = None
@@ -121,20 +127,22 @@ class Training:
                 began = Moment(self.device)
             for index in driver.epoch(epoch_generator(train.seed, epoch), rates):
                 yield epoch, index
-                if waiting is not None and waiting.home.reached():
+                if waiting is not None and (self.stop.asked or waiting.home.reached()):
                     self.record(waiting)
                     waiting = None
+                if self.stop.asked:
+                    self.keep()
+                    return
             if waiting is not None:
                 self.record(waiting)
             with driver.lane():
                 waiting = self.close(epoch, rates[-1], began, averaged(driver.losses))
-            over = self.time_is_up()
+            over = self.time_is_up() or self.stop.asked
             if over or not ahead or epoch + 1 == self.total:
                 self.record(waiting)
                 waiting = None
             if over and not self.finished:
-                if self.main:
-                    self.save()
+                self.keep()
                 return
 
     @property
@@ -147,14 +155,12 @@ class Training:
         trained = Moment(self.device)
         self.share_statistics()
         test: Tensor | None = None
-        state: dict[str, Tensor] = {}
         if self.main and (done == self.total or done % train.evaluate_every == 0):
             with self.step.average.applied() if self.step.average else nullcontext():
                 logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
             test_losses = [torch.nn.functional.cross_entropy(stage, labels) for stage in logits]
             test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
-        if self.main and (done == self.total or done % train.checkpoint_every == 0):
-            state = leaving_together(self.state())
+        state = leaving_together(self.state()) if self.main else {}
         read = leaving(losses)
         return Ended(epoch, rate, began, trained, Moment(self.device), read, test, state)
 
@@ -182,8 +188,9 @@ class Training:
         self.newest = {**self.newest, **line}
         if self.board is not None:
             self.board.add(line)
-        if ended.state:
-            self.save(ended.state)
+        self.unsaved = ended.state
+        if self.finished or self.done % train.checkpoint_every == 0:
+            self.keep()
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 
@@ -197,16 +204,17 @@ class Training:
             found |= {f"average.{key}": value for key, value in self.step.average.kept.items()}
         return found
 
-    def save(self, state: dict[str, Tensor] | None = None) -> None:
-        """Write a checkpoint of the epochs done: of `state`, or of the tensors as they are."""
-        found = self.state() if state is None else state
-        broken = [name for name, tensor in found.items() if not bool(torch.isfinite(tensor).all())]
+    def keep(self) -> None:
+        """Write a checkpoint of the epochs done, unless there is one."""
+        if not self.unsaved:
+            return
+        broken = [name for name, tensor in self.unsaved.items() if not bool(torch.isfinite(tensor).all())]
         if broken:  # the last step of an epoch may do that, and its losses do not show it
             raise NestlingError(
                 f"{broken[0]} is no finite number any more after epoch {self.done}; {self.last_saved()}. {REMEDY}"
             )
-        self.run.save_checkpoint(found, {"epoch": self.done, "recipe": dataclasses.asdict(self.recipe)})
-        self.saved = self.done
+        self.run.save_checkpoint(self.unsaved, {"epoch": self.done, "recipe": dataclasses.asdict(self.recipe)})
+        self.saved, self.unsaved = self.done, {}
 
     def restore(self) -> None:
         """Go on where the run's checkpoint stands; from the beginning if there is none yet."""

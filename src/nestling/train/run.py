@@ -22,6 +22,7 @@ from nestling.train import progress
 from nestling.train.device import memory_explained, pick_device
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
+from nestling.train.stop import Stop, on_signal
 
 
 def prepare(
@@ -33,6 +34,7 @@ def prepare(
     until: float = float("inf"),
     startup: Startup | None = None,
     beside: int = 1,
+    stop: Stop | None = None,
 ) -> Training | None:
     """A Training over its run folder, new or resumed; None when the run is finished already."""
     main = main_rank()
@@ -49,7 +51,7 @@ def prepare(
     elif main:
         run.write_recipe(recipe)
     with memory_explained(recipe, lambda: kept(run), beside):
-        training = Training(recipe, run, data, until, startup)
+        training = Training(recipe, run, data, until, startup, stop)
         if main:
             run.write_provenance(command, str(training.device), resumed=resume)
             if training.given_up:  # a reader of the numbers must know
@@ -83,17 +85,23 @@ def train(
 ) -> dict[str, Any]:
     """Train one recipe into a run folder (or go on with it) and return its results; {} if time was up before.
 
+    Ctrl-C and SIGTERM stop it after the step, with a checkpoint of the last whole epoch: that raises Stopped.
     `imports`: seconds already gone before this call, to be shown as part of the start."""
     until = time.monotonic() + seconds
     join_ranks()
-    with progress.bar(recipe.name, quiet or not main_rank()) as shown:
-        shown.startup.seconds["import"] = imports
-        training = prepare(recipe, path, resume, command, until=until, startup=shown.startup)
-        if training is None:
-            return dict(RunDir.open(path).read_json(RESULTS))
-        for epoch, index in training.epochs():
-            shown(training, epoch, index)
-    found = training.finish() if training.main and training.finished else {}
+    with on_signal() as stop:
+        with progress.bar(recipe.name, quiet or not main_rank()) as shown:
+            shown.startup.seconds["import"] = imports
+            training = prepare(recipe, path, resume, command, until=until, startup=shown.startup, stop=stop)
+            if training is None:
+                return dict(RunDir.open(path).read_json(RESULTS))
+            for epoch, index in training.epochs():
+                shown(training, epoch, index)
+        stop.waits = False
+        if stop.asked and not training.finished:
+            how = f"after epoch {training.done} of" if training.done else "in the first epoch of"
+            raise stop.stopped(f" {how} {training.total}; go on with --resume {path}")
+        found = training.finish() if training.main and training.finished else {}
     if dist.is_initialized():
         dist.barrier()  # the others wait for the one that evaluates
     return found
@@ -105,12 +113,13 @@ def train_side_by_side(
     """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
 
     Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
-    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call. Returns the
-    results of the runs that are finished.
+    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call; on Ctrl-C and
+    SIGTERM after the step, with checkpoints of their last whole epochs (raises Stopped). Returns the results of the runs
+    that are finished.
     """
     until = time.monotonic() + seconds
     data: dict[Any, DataSet] = {}
-    with progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
+    with on_signal() as stop, progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
         trainings = []
         for recipe, path in recipes:
             begun = RunDir(path).has("recipe.json")
@@ -118,7 +127,8 @@ def train_side_by_side(
             if key not in data:
                 with shown.startup.step("data"):
                     data[key] = load(recipe.data, pick_device(recipe.train.device))
-            trainings.append(prepare(recipe, path, begun, command, data[key], until, shown.startup, len(recipes)))
+            made = prepare(recipe, path, begun, command, data[key], until, shown.startup, len(recipes), stop)
+            trainings.append(made)
         turns = [(training, training.epochs(len(recipes))) for training in trainings if training is not None]
         while turns:
             places = [(training, turn, next(turn, None)) for training, turn in turns]
@@ -129,8 +139,10 @@ def train_side_by_side(
             turns = [(training, turn) for training, turn, _ in going]
             for training, _, place in going[:1]:
                 shown(training, *place)
-    runs = [RunDir.open(path) for _, path in recipes]
-    return [dict(run.read_json(RESULTS)) for run in runs if run.has(RESULTS)]
+    done = [run for run in (RunDir.open(path) for _, path in recipes) if run.has(RESULTS)]
+    if stop.asked and len(done) < len(recipes):
+        raise stop.stopped(f" with {len(done)} of {len(recipes)} runs finished; the others go on when called again")
+    return [dict(run.read_json(RESULTS)) for run in done]
 
 
 def join_ranks() -> None:
@@ -153,6 +165,7 @@ def command(
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
         minutes: stop at the end of an epoch after so many minutes, on a GPU up to two epochs later, to be resumed; 0 means never.
+            Ctrl-C and SIGTERM stop at once, with a checkpoint of the last whole epoch.
         quiet: no progress bar.
     """
     chosen = override(named(recipe), set)
