@@ -5,7 +5,8 @@
 All figures of one run come from one process on one device, interleaved with the measured ceilings (copy bandwidth and bf16
 matrix rate), so ratios can be compared. "x floor" is against the floor of one un-nested step with fused norms, "x conv"
 against that of its convolutions alone (floor.py says what each counts). --torchjd adds a second table: the same nest
-written as a straightforward module (striped.py). Random images: time does not depend on what is in them.
+written as a straightforward module (striped.py). --profile 10 also shows the ten longest kernels of each step. Random
+images: time does not depend on what is in them.
 """
 
 import argparse
@@ -187,6 +188,38 @@ def make_aggregator(name: str) -> Any:
     return {"osgd": OSGDAggregator, "mean": aggregation.Mean, "upgrad": aggregation.UPGrad}[name]()
 
 
+def profiled(driver: Any, device: torch.device, steps: int, longest: int) -> dict[str, Any]:
+    """What one step consists of: kernels (copies and fills among them) on CUDA, operators by their own time on a CPU.
+
+    Times are sums over all streams: kernels that run beside one another count in full, so they may be more than the step.
+    """
+    cuda = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        driver.advance(steps)
+        synchronise(device)
+    found = [
+        (event.key, event.count / steps, (event.self_device_time_total if cuda else event.self_cpu_time_total) / steps)
+        for event in profile.key_averages()
+        if event.device_type.name == device.type.upper() and not event.is_user_annotation
+    ]
+    total = sum(us for _, _, us in found)
+    rows = [
+        {"name": name, "calls": round(calls, 2), "us": round(us, 2), "share": round(us / total, 4)}
+        for name, calls, us in sorted(found, key=lambda each: -each[2])[:longest]
+    ]
+    calls = round(sum(calls for _, calls, _ in found), 2)
+    return {"of": "kernels" if cuda else "operators", "calls": calls, "us": round(total, 1), "longest": rows}
+
+
+def print_profile(profile: dict[str, Any]) -> None:
+    print(f"    a step: {profile['calls']:g} {profile['of']}, {profile['us']:.0f} us in all; the longest:")
+    print(f"    {'calls':>8} {'us':>9} {'share':>6}  name")
+    for row in profile["longest"]:
+        print(f"    {row['calls']:8g} {row['us']:9.1f} {row['share']:6.1%}  {row['name'][:100]}")
+    sys.stdout.flush()
+
+
 def recipe_for(name: str, strategy: str, batch: int, precision: Any) -> Recipe:
     stages = len(plan(NetworkRecipe(name=name)).heads)
     network = NetworkRecipe(name=name, alone=stages) if strategy == "plain" else NetworkRecipe(name=name)
@@ -215,7 +248,7 @@ def first_table(args: argparse.Namespace, split: MemorySplit, device: torch.devi
                 for kind in engines:
                     recipe = recipe_for(name, strategy, batch, args.precision)
                     beside_n = args.beside if kind == engines[-1] else 0
-                    row = one_row(recipe, split, device, kind, args.steps, beside_n)
+                    row = one_row(recipe, split, device, kind, args.steps, beside_n, args.profile)
                     row |= {"network": name, "batch": batch, "strategy": strategy, "engine": kind}
                     row |= {f"floor_{form}_ms": round(ms, 4) for form, ms in floor.items()}
                     ms = found[strategy, kind] = row["ms"]
@@ -225,6 +258,8 @@ def first_table(args: argparse.Namespace, split: MemorySplit, device: torch.devi
                         f"{ms / floor['fused']:8.2f} {ms / floor['conv']:7.2f} {row['startup_s']:8.1f}{more}",
                         flush=True,
                     )
+                    if "profile" in row:
+                        print_profile(row["profile"])
                     yield row
             for kind in engines:
                 if ("sgd", kind) in found and ("osgd", kind) in found:
@@ -233,9 +268,15 @@ def first_table(args: argparse.Namespace, split: MemorySplit, device: torch.devi
 
 
 def one_row(
-    recipe: Recipe, split: MemorySplit, device: torch.device, kind: str, steps: int, beside: int = 0
+    recipe: Recipe,
+    split: MemorySplit,
+    device: torch.device,
+    kind: str,
+    steps: int,
+    beside: int = 0,
+    longest: int = 0,
 ) -> dict[str, Any]:
-    """Milliseconds of one training alone and, where asked for, of several side by side."""
+    """Milliseconds of one training alone and, where asked for, of several side by side; then what a step consists of."""
     driver = Driver(recipe, split, device, kind)
     (ms,) = measure([driver], device, steps)
     row: dict[str, Any] = {
@@ -249,6 +290,8 @@ def one_row(
         row["beside"], row["beside_ms"] = beside, round(together(others, device, steps), 4)
         row["beside_ratio"] = round(row["beside_ms"] / ms, 4)
         row["second_startup_s"] = round(others[-1].startup, 1)
+    if longest:  # after the timing, which it would disturb
+        row["profile"] = profiled(driver, device, steps, longest)
     return row
 
 
@@ -301,6 +344,14 @@ def main() -> None:
     parser.add_argument("--torchjd", action="store_true", help="second table: a straightforward module with TorchJD")
     parser.add_argument(
         "--aggregator", choices=["osgd", "mean", "upgrad"], default="osgd", help="TorchJD's; upgrad needs quadprog"
+    )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also the N longest kernels of a step (operators on a CPU) and how many there are; rows that follow may be "
+        "slower for it, so take times from a run without",
     )
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--images", type=int, default=50_000, help="how many random training images")

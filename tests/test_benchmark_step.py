@@ -1,6 +1,7 @@
 """What the step benchmark compares with: the straightforward module computes the nest's own function and, through TorchJD,
 takes the nest's own OSGD step; the floor is what one counts by hand."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,50 @@ def test_both_tables_are_printed(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "osgd/sgd" in found and "backward each" in found and "vectorised" in found
     assert "beside_ratio" in (tmp_path / "rows.json").read_text()
+
+
+def test_a_profile_names_the_longest_operators_of_a_step(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--networks", "width-resnet42", "--strategies", "sgd", "--batches", "2", "--steps", "2"]
+    more = ["--images", "8", "--profile", "5", "--precision", "float32", "--json", str(tmp_path / "rows.json")]
+    found = subprocess.run(
+        [sys.executable, str(STEP), *words, *more], capture_output=True, text=True, check=True
+    ).stdout
+    [row] = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    profile = row["profile"]
+    longest = profile["longest"]
+    assert profile["of"] == "operators" and len(longest) == 5
+    assert [each["us"] for each in longest] == sorted((each["us"] for each in longest), reverse=True)
+    assert sum(each["share"] for each in longest) <= 1 and sum(each["us"] for each in longest) <= profile["us"]
+    assert all(each["share"] == pytest.approx(each["us"] / profile["us"], abs=1e-3) for each in longest)
+    assert f"{profile['calls']:g} operators" in found and all(each["name"] in found for each in longest)
+
+
+def test_a_profile_counts_calls_of_one_step() -> None:
+    """By hand: three products and one sum a step, whatever number of steps is looked at."""
+    import step
+
+    class Known:
+        def advance(self, steps: int) -> None:
+            a = torch.ones(64, 64)
+            for _ in range(steps):
+                torch.mm(torch.mm(torch.mm(a, a), a), a).sum()
+
+    for steps in (1, 4):
+        found = step.profiled(Known(), torch.device("cpu"), steps, 10)
+        calls = {each["name"]: each["calls"] for each in found["longest"]}
+        assert calls["aten::mm"] == 3 and calls["aten::sum"] == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+def test_a_profile_counts_the_kernels_of_a_step_also_inside_a_graph(kind: str) -> None:
+    import step
+
+    device = torch.device("cuda")
+    split = step.images(device, 64)
+    driver = step.Driver(step.recipe_for("width-resnet42", "sgd", 8, "bfloat16"), split, device, kind)
+    found = step.profiled(driver, device, 3, 10)
+    assert found["of"] == "kernels" and found["calls"] > 300 and len(found["longest"]) == 10
 
 
 def test_own_kernels_can_be_left_out_for_a_while() -> None:
