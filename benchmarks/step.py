@@ -4,7 +4,8 @@
 
 All figures of one run come from one process on one device, interleaved with the measured ceilings (copy bandwidth and bf16
 matrix rate), so ratios can be compared. "x floor" is against the floor of one un-nested step with fused norms, "x conv"
-against that of its convolutions alone (floor.py says what each counts). --torchjd adds a second table: the same nest
+against that of its convolutions alone (floor.py says what each counts). --beside 6 also times six trainings side by side: six of
+each strategy, then the strategies in turn, as in a grid. --torchjd adds a second table: the same nest
 written as a straightforward module (striped.py). --profile 10 also shows the ten longest kernels of each step. Random
 images: time does not depend on what is in them.
 """
@@ -265,6 +266,29 @@ def first_table(args: argparse.Namespace, split: MemorySplit, device: torch.devi
                 if ("sgd", kind) in found and ("osgd", kind) in found:
                     ratio = found["osgd", kind] / found["sgd", kind]
                     print(f"{name:20} {batch:5} osgd/sgd  {kind:7} {ratio:8.3f}", flush=True)
+            alone = {
+                strategy: ms for (strategy, kind), ms in found.items() if kind == engines[-1] and strategy != "plain"
+            }
+            if args.beside and len(alone) > 1:
+                yield mixed_row(name, batch, alone, args, split, device, engines[-1])
+
+
+def mixed_row(
+    name: str, batch: int, alone: dict[str, float], args: argparse.Namespace, split: MemorySplit,
+    device: torch.device, kind: str,
+) -> dict[str, Any]:  # fmt: skip
+    """A grid as it is trained: the strategies in turn, side by side, against the mean of each of them alone."""
+    chosen = [list(alone)[i % len(alone)] for i in range(args.beside)]
+    drivers = [Driver(recipe_for(name, strategy, batch, args.precision), split, device, kind) for strategy in chosen]
+    ms, mean = together(drivers, device, args.steps), sum(alone[strategy] for strategy in chosen) / len(chosen)
+    row = {
+        "network": name, "batch": batch, "strategy": " ".join(chosen), "engine": kind, "ms": round(mean, 4),
+        "beside": args.beside, "beside_ms": round(ms, 4), "beside_ratio": round(ms / mean, 4),
+    }  # fmt: skip
+    print(
+        f"{name:20} {batch:5} {'+'.join(alone)} in turn, {args.beside} beside: {ms:.3f} ms each, {ms / mean:.2f} of alone"
+    )
+    return row
 
 
 def one_row(

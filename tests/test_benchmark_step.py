@@ -97,7 +97,11 @@ def test_both_tables_are_printed(tmp_path: Path) -> None:
     command = [sys.executable, str(STEP), *words, *more, str(tmp_path / "rows.json")]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "osgd/sgd" in found and "backward each" in found and "vectorised" in found
-    assert "beside_ratio" in (tmp_path / "rows.json").read_text()
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    mixed = rows["sgd osgd"]
+    assert mixed["ms"] == pytest.approx((rows["sgd"]["ms"] + rows["osgd"]["ms"]) / 2, abs=1e-3)
+    assert mixed["beside_ratio"] == pytest.approx(mixed["beside_ms"] / mixed["ms"], abs=1e-3)
+    assert rows["sgd"]["beside_ratio"] > 0
 
 
 def test_a_profile_names_the_longest_operators_of_a_step(tmp_path: Path) -> None:
