@@ -29,9 +29,7 @@ class Row:
     __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "trail", "work")
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
-        self.deadline = (
-            deadline  # on the clock; until then somebody waits for more: who asked looks then, a margin early
-        )
+        self.deadline = deadline  # on the clock: somebody waits for more until then, and looks then, a margin early
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
