@@ -262,6 +262,16 @@ def test_wrong_paths_are_refused(tmp_path: Path, runs: Path) -> None:
         find([])
 
 
+def test_a_report_beside_its_run_leaves_the_runs_folder_alone(runs: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(next(runs.glob("*/recipe.json")).parent, first)
+    before = sorted(path.name for path in first.iterdir())
+    written = report.command((str(first),), out=str(tmp_path / "first.html"))
+    assert sorted(path.name for path in first.iterdir()) == before
+    assert written["pictures"] == str(tmp_path / "first-pictures") and list(Path(written["pictures"]).glob("*.png"))
+    assert "](first-pictures/" in Path(written["markdown"]).read_text(encoding="utf-8")
+
+
 def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "osgd-0", tmp_path / "osgd-0")
     path = tmp_path / "osgd-0" / "outputs.safetensors"

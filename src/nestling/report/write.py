@@ -18,6 +18,7 @@ from nestling.report.runs import find
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
+from nestling.rundir import RECIPE, RunDir
 
 
 def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
 def publish(report: Report, out: Path) -> dict[str, Any]:
     """Write a report as a page, as Markdown and as pictures, and say where they are."""
     folder = out.with_suffix("")
+    if RunDir(folder).has(RECIPE):  # runs/first.html beside the run runs/first: its folder holds the run alone
+        folder = out.with_name(f"{out.stem}-pictures")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
