@@ -20,7 +20,7 @@ from torch import Tensor
 from nestling.data import load
 from nestling.data.command import command
 from nestling.data.folder import MEAN, STD, FolderSplit
-from nestling.data.picture import middle, random_part, read
+from nestling.data.picture import Unreadable, middle, random_part, read
 from nestling.errors import NestlingError
 from nestling.recipe import DataRecipe
 
@@ -153,6 +153,16 @@ def test_a_crop_of_one_colour_has_that_colour_and_half_are_mirrored(tmp_path: Pa
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
     rises = [float(r[0, 0, -1]) > float(r[0, 0, 0]) for r in (read(tmp_path / "ramp.png", 8, s) for s in range(300))]
     assert 110 < sum(rises) < 190
+
+
+def test_pictures_of_16_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
+    deep = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray((deep >> 8).astype(np.uint8)).save(tmp_path / "plain.png")
+    assert torch.equal(read(tmp_path / "deep.png", 32), read(tmp_path / "plain.png", 32))
+    Image.fromarray(deep.astype(np.float32)).save(tmp_path / "floats.tiff")
+    with pytest.raises(Unreadable, match="32 bits"):
+        read(tmp_path / "floats.tiff", 32)
 
 
 def spoil(root: Path) -> tuple[Path, Path]:

@@ -77,7 +77,7 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     try:
         from PIL import Image
 
-        from nestling.data.picture import Unreadable, read
+        from nestling.data.picture import Unreadable, read, to_rgb
     except ImportError as error:
         raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
     channels, height, width = shape
@@ -86,9 +86,9 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as file:
             fits = file.size == (width, height)
-            pixels = np.array(file.convert("RGB")).transpose(2, 0, 1) if fits else read(path, height).numpy()
+            pixels = np.array(to_rgb(file)).transpose(2, 0, 1) if fits else read(path, height).numpy()
     except (Unreadable, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise NestlingError(f"{path} cannot be read as a picture: {error}") from error
+        raise NestlingError(f"{path} cannot be read as a picture ({error}); repair it or leave it out") from error
     if channels == 3:
         return np.ascontiguousarray(pixels)
     weights = np.array([0.299, 0.587, 0.114])[:, None, None]  # as Pillow turns colours into grey

@@ -25,7 +25,7 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     """The picture at path, size x size: without a seed its middle, with one a random part, perhaps mirrored."""
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
+            image = to_rgb(file)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error
     if seed is None:
@@ -36,6 +36,15 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
         if chance.random() < 0.5:
             square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
+
+
+def to_rgb(file: Image.Image) -> Image.Image:
+    """Three channels of 8 bits. Pillow cuts deeper pixels off at 255, which turns a 16-bit picture white: they are scaled."""
+    if file.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
+    if file.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits (mode {file.mode}), of which nobody knows what is white; expected 8 or 16")
+    return file.convert("RGB")
 
 
 def middle(width: int, height: int, size: int) -> tuple[float, float, float, float]:
