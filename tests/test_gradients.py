@@ -494,6 +494,14 @@ WRONG = [
     Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),  # type: ignore[arg-type]
     Wrong("no losses", "found 0 losses", lambda n, ls: backward([], n, OSGD())),
     Wrong("a float", "task 0 is a float", lambda n, ls: backward([1.0, *ls], n, OSGD())),  # type: ignore[list-item]
+    Wrong("a dict", r"list\(losses.values", lambda n, ls: backward(dict(enumerate(ls)), n, OSGD())),  # type: ignore[arg-type]
+    Wrong("a class", r"the class OSGD: .*nestling.OSGD\(\)", lambda n, ls: backward(ls, n, OSGD)),  # type: ignore[arg-type]
+    Wrong("a name", "combine is 'osgd'", lambda n, ls: backward(ls, n, "osgd")),  # type: ignore[arg-type]
+    Wrong(
+        "optimizer",
+        "params is an optimizer",
+        lambda n, ls: backward(ls, torch.optim.SGD(n.parameters()), OSGD()),  # type: ignore[arg-type]
+    ),
     Wrong("no graph", "task 2 has no graph", lambda n, ls: backward([*ls[:2], ls[2].detach()], n, OSGD())),
     Wrong("order", "permutation", lambda n, ls: backward(ls, n, OSGD(order=[0, 1]))),
     Wrong("k", "importance has 2 numbers for 3", lambda n, ls: backward(ls, n, SGD(importance=[1, 2]))),

@@ -425,6 +425,19 @@ def test_what_cannot_keep_the_rule_is_refused_by_name(what: str) -> None:
         nest(make(), "w,w", shape=IMAGE, name="mine")
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(NestlingError, match="found a str, 'resnet18'; expected a torch module"):
+        nest("resnet18")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 1, 28, 28)])
+def test_images_of_another_shape_are_refused_whole_and_staged(shape: tuple[int, ...]) -> None:
+    net, x = nest(backbone(), "w,w", shape=IMAGE), torch.zeros(shape)
+    for ask in (net, lambda x: list(net.answers(x))):
+        with pytest.raises(NestlingError, match="takes images of shape"):
+            ask(x)
+
+
 def test_depth_is_refused() -> None:
     with pytest.raises(NestlingError, match="nested in width only"):
         nest(backbone(), "w,d", shape=IMAGE)

@@ -17,6 +17,7 @@ from nestling.errors import NestlingError
 from nestling.gradients.checks import (
     Named,
     Params,
+    check_combine,
     check_losses,
     explained,
     named,
@@ -93,6 +94,7 @@ class Accumulator(Generic[R]):
     ) -> None:
         if refresh < 1:
             raise NestlingError(f"refresh is {refresh}: expected a number of steps, 1 or more")
+        check_combine(combine)
         self.named = named(params)
         self.params = [p for _, p in self.named]
         refuse_wrapped(self.params)

@@ -4,7 +4,7 @@ In come parameters and losses as a user gives them; out come trainable parameter
 Knows the failures of torch that per-task backward passes meet.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ def named(params: Params) -> Named:
     """Trainable parameters with names, each once, checked."""
     if isinstance(params, nn.parallel.DistributedDataParallel):
         refuse_wrapped(list(params.parameters()))
+    if isinstance(params, torch.optim.Optimizer):
+        raise NestlingError("params is an optimizer: expected the model, or its parameters, such as model.parameters()")
     listed = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
     found: Named = []
     for index, entry in enumerate(listed):
@@ -57,12 +59,26 @@ def named(params: Params) -> Named:
     return trainable
 
 
+def check_combine(combine: object) -> None:
+    """Raise unless this is a combiner: the class without its parentheses, or a name, are easily given instead."""
+    if isinstance(combine, type) or not hasattr(combine, "fixed"):
+        found = f"the class {combine.__name__}" if isinstance(combine, type) else repr(combine)
+        raise NestlingError(
+            f"combine is {found}: expected a combiner, such as nestling.OSGD() or FromTorchJD(aggregator)"
+        )
+
+
 def check_losses(losses: Sequence[Tensor]) -> None:
     """Raise unless these are one or more scalar losses that hang on a graph."""
     if isinstance(losses, Tensor):
         raise NestlingError(
             f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
             f"per task; a stacked vector of losses can be passed as list(losses)"
+        )
+    if isinstance(losses, Mapping):
+        raise NestlingError(
+            "losses is a mapping: expected a list with one scalar per task, whose places order and importance speak of; "
+            "pass list(losses.values())"
         )
     if not 1 <= len(losses) <= MOST_TASKS:
         raise NestlingError(f"found {len(losses)} losses: expected 1 to {MOST_TASKS}, one per task")

@@ -36,6 +36,8 @@ def nest(
     Layers whose channels the stripes do not divide are refused, or cut at the nearest channel if `uneven`.
     """
     net = name or type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
     grown = grow(growth, stripes)
     if grown.levels > 1:
         raise NestlingError(

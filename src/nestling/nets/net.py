@@ -159,6 +159,7 @@ class NestedNet(nn.Module):
 
     def answers(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the logits of one stage after another; stop whenever you like."""
+        check_input(self.plan, x)
         state: State = (x,)
         for stage in self.stages:
             logits, state = stage(state)
