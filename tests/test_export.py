@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nestling import shelf
 from nestling.anytime.manifest import read_manifest
 from nestling.anytime.onnx import OnnxEngine, StageGraph
 from nestling.errors import NestlingError
@@ -25,6 +26,7 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
 from nestling.nets.plan import Node
+from nestling.portable import Portable
 from nestling.recipe import NetworkRecipe
 from nestling.runtime.runtime import bare_spec
 
@@ -297,3 +299,17 @@ def test_unfinished_runs_and_wrong_wishes_are_refused(run: Path, tmp_path: Path)
     with pytest.raises(NestlingError, match="unknown format"):
         net, x = network("width-digits")
         export_net(net, bare_spec(net), tmp_path / "x", x, "onyx")
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_a_trained_network_is_exported_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(name)
+    assert result["folder"] == f"{name}-export-onnx" and result["about"]["run"] == name
+    card, sample = shelf.card(name), shelf.sample(name).test
+    with Portable(result["folder"]) as runtime:
+        answers = runtime.answer(sample.pictures(torch.arange(100)).numpy())
+    right = [answer.label == label for answer, label in zip(answers, sample.labels.tolist(), strict=False)]
+    assert sum(right) > 85 and result["network"]["errors"] == [row["error"] for row in card["results"]["stages"]]
+    with pytest.raises(NestlingError, match="calibrated on training images"):
+        command(name, int8=True)

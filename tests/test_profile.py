@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from nestling import confidence, cost, predict, profile
+import nestling
+from nestling import confidence, cost, predict, profile, train
 from nestling.anytime import Abandoned, Pace, Stop
 from nestling.anytime.engine import Floats
 from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
@@ -23,6 +24,7 @@ from nestling.anytime.forecast import Trail as Recorded
 from nestling.anytime.work import Row, Trail, Work
 from nestling.anytime.worker import Worker
 from nestling.cli import main
+from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS
 from nestling.rundir import RunDir
@@ -31,8 +33,6 @@ from nestling.runtime import Runtime
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nestling import train
-
     path = tmp_path_factory.mktemp("runs") / "digits"
     train.command("digits-width", out=str(path), set=("train.epochs=4",), quiet=True)
     return path
@@ -283,7 +283,6 @@ def test_bad_calibration_data_is_refused(logits: Any, labels: Any, loss: float) 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """Four test digits as files: of the network's size, larger, and in colour."""
-    from nestling.data import load
     from nestling.recipe import DataRecipe
 
     folder, test = tmp_path_factory.mktemp("pictures"), load(DataRecipe(name="digits")).test
@@ -332,3 +331,28 @@ def test_what_is_no_picture_is_refused(run: Path, tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(NestlingError, match="holds no pictures"):
         predict.command(str(run), (str(empty),), device="cpu")
+
+
+def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """Shape, classes and normalisation come with the run: it is asked on other machines than it was trained on."""
+    folder, run = pictures[0], tmp_path / "run"
+    for part in ("train", "val"):
+        for name in ("dark", "light"):
+            (tmp_path / "own" / part / name).mkdir(parents=True)
+            for path in folder.glob("*.png"):
+                (tmp_path / "own" / part / name / path.name).write_bytes(path.read_bytes())
+    settings = ("data.name=folder", f"data.root={tmp_path / 'own'}", "data.size=16", "data.workers=0", "train.epochs=1")
+    train.command("digits-width", out=str(run), set=(*settings, "train.batch=4"), quiet=True)
+    there = predict.command(str(run), (str(folder),), device="cpu")
+    (tmp_path / "own").rename(tmp_path / "elsewhere")
+    elsewhere = predict.command(str(run), (str(folder),), device="cpu")
+    said = [[image["answer"]["probabilities"] for image in result["images"]] for result in (there, elsewhere)]
+    assert said[0] == said[1]
+
+
+def test_load_gives_the_network_of_a_run(run: Path) -> None:
+    tensors, _ = RunDir.open(run).load_tensors(OUTPUTS)
+    x, _ = next(iter(load(RunDir.open(run).read_recipe().data).test.batches(8)))
+    with torch.no_grad():
+        *_, last = nestling.load(str(run)).answers(x)
+    assert torch.allclose(last, tensors["logits"][-1, :8], atol=1e-4)

@@ -66,3 +66,7 @@ def test_a_sample_is_only_for_networks_of_the_shelf(tmp_path: Path) -> None:
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(NestlingError, match="did you mean width-resnet42-cifar10"):
         nestling.load("width-resnet42-cifar")
+    with pytest.raises(NestlingError, match=r"there is no run folder .*come with nestling: .*width-resnet42-cifar10"):
+        nestling.Runtime("width-resnet42-cifar")
+    with pytest.raises(NestlingError, match=r"there is no run folder .*come with nestling: .*width-resnet42-cifar10"):
+        command("width-resnet42-cifar")

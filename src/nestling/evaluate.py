@@ -5,7 +5,6 @@ In: a network and a split, or the logits it gave. Out: plain dicts (results.json
 """
 
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from nestling.data import DataSet, Split, load
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan, build
-from nestling.rundir import RESULTS, WEIGHTS, RunDir
+from nestling.rundir import RECIPE, RESULTS, WEIGHTS, RunDir
 
 OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
 BINS = 15  # of the expected calibration error
@@ -110,6 +109,9 @@ def evaluate(
         "split": split,
         "n": len(labels),
         "classes": list(data.classes),
+        "shape": list(data.shape),  # these three: for who answers where the data are not
+        "mean": list(data.mean),
+        "std": list(data.std),
         **judge(logits, labels, net.plan),
     }
     return found, {"logits": logits, "labels": labels}
@@ -145,7 +147,8 @@ def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]
     recipe = run.read_recipe()
     if not run.has(WEIGHTS):
         raise NestlingError(
-            f"{run.path} has no {WEIGHTS} yet: the run did not finish. Resume it with --resume {run.path}."
+            f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: "
+            f"nestling train {run.path / RECIPE} --resume {run.path}"
         )
     data = load(recipe.data, device)
     net = build(recipe.network, classes=len(data.classes), shape=data.shape).to(device)
@@ -163,11 +166,12 @@ def command(run: str, device: str = "cpu", sample: bool = False) -> dict[str, An
     """
     from nestling import shelf  # it is made of this room's functions
 
-    if run in shelf.names() and not Path(run).exists():
+    if shelf.holds(run):
         return shelf.evaluate_again(run, device, sample)
     if sample:
         known = ", ".join(shelf.names())
         raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
+    shelf.open_run(run)
     folder, net, data = trained(run, device)
     split = "validation" if folder.read_recipe().data.validation else "test"
     return {"run": str(folder.path), **store(folder, net, data, split)}

@@ -1,9 +1,9 @@
 """Trained networks that come with nestling: load one by name and ask it.
 
-In: a name. Out: the network with its weights, and its card (recipe, errors, costs, where it came from). Weights lie in the
-package as safetensors, convolutions in float16; the errors on the card are those of the weights as they lie there, measured
-on a CPU. The first thousand test images of CIFAR-10 lie beside them, so that a card can be checked anywhere. `pack` puts a
-run on the shelf.
+In: a name (or a run's folder). Out: the network with its weights, and its card (recipe, errors, costs, where it came from).
+Weights lie in the package as safetensors, convolutions in float16; the errors on the card are those of the weights as they
+lie there, measured on a CPU. The first thousand test images of CIFAR-10 lie beside them, so that a card can be checked
+anywhere. `pack` puts a run on the shelf.
 """
 
 import json
@@ -32,16 +32,34 @@ def names() -> list[str]:
     return sorted(path.stem for path in SHELF.glob("*.json"))
 
 
+def holds(source: object) -> bool:
+    """Whether this is the name of a trained network; a file or folder of that name goes first."""
+    return isinstance(source, str) and source in names() and not Path(source).exists()
+
+
+def open_run(path: str | Path) -> RunDir:
+    """A run's folder, for who takes names of trained networks as well."""
+    try:
+        return RunDir.open(path)
+    except NestlingError as error:
+        raise NestlingError(f"{error} (trained networks that come with nestling: {', '.join(names())})") from error
+
+
 def card(name: str) -> dict[str, Any]:
     """What is known about a network: recipe, results, provenance."""
     if name not in names():
-        raise NestlingError(f"there is no trained network {name!r}; did you mean {nearest(name, names())}?")
+        raise NestlingError(
+            f"there is no trained network {name!r}, and no run's folder; did you mean {nearest(name, names())}?"
+        )
     found: dict[str, Any] = json.loads((SHELF / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def load(name: str, device: torch.device | str = "cpu") -> NestedNet:
-    """A trained network, ready to answer. `net.answers(x)` takes images normalised as its card says."""
+    """A trained network, or that of a run's folder, ready to answer. `net.answers(x)` takes images normalised as its card
+    says, or as its data set was."""
+    if RunDir(name).has(RECIPE):
+        return trained(name, str(device))[1]
     known = card(name)
     recipe = from_dict(known["recipe"])
     shape: Any = tuple(known["shape"])

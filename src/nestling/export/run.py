@@ -1,6 +1,7 @@
 """`nestling export`: a run's stages as files for other engines, verified before it says done.
 
-In: a run's folder. Out: a folder with one graph per stage and a manifest. The work is write.py's and quantise.py's.
+In: a run's folder, or a trained network's name. Out: a folder with one graph per stage and a manifest. The work is
+write.py's and quantise.py's.
 """
 
 from pathlib import Path
@@ -10,11 +11,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from nestling import shelf
 from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.export.write import export_net
-from nestling.rundir import WEIGHTS, RunDir
-from nestling.runtime.runtime import load_run
+from nestling.rundir import WEIGHTS
+from nestling.runtime.runtime import load_source
 
 IMAGES = 64  # real images that every stage is verified on
 
@@ -25,21 +27,25 @@ def command(
     """Write each stage of a run as its own graph, with a manifest, and verify them against the network.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or the name of a trained network that comes with nestling.
         format: onnx (for ONNX Runtime and nestling.portable) or pt2 (torch.export).
-        out: the folder to write; RUN/export-onnx or the like if not given. An earlier export is replaced.
+        out: the folder to write; RUN/export-onnx or the like if not given, NAME-export-onnx for a trained network. An
+            earlier export is replaced.
         int8: quantise weights and activations to 8 bits, and say what that does to each stage's error (onnx only).
         images: for int8, how many test images that is measured on; 0 = all.
     """
-    folder = RunDir.open(run)
-    if not folder.has(WEIGHTS):
-        raise NestlingError(f"{folder.path} has no {WEIGHTS} yet: finish the run first, then export it")
     if int8 and format != "onnx":
         raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
-    net, spec = load_run(folder)
-    data = load(folder.read_recipe().data)
-    place = Path(out) if out else folder.path / f"export-{format}{'-int8' if int8 else ''}"
-    about = {"run": folder.path.name, "network": net.plan.name, "data": data.name}
+    named, kind = shelf.holds(run), f"export-{format}{'-int8' if int8 else ''}"
+    folder = None if named else shelf.open_run(run)
+    if folder and not folder.has(WEIGHTS):
+        raise NestlingError(f"{folder.path} has no {WEIGHTS} yet: finish the run first, then export it")
+    if named and int8:
+        raise NestlingError(f"int8 is calibrated on training images, which {run} comes without; export a run's folder")
+    net, spec, _ = load_source(folder or run)
+    data = load(folder.read_recipe().data) if folder else shelf.sample(run)
+    place = Path(out) if out else folder.path / kind if folder else Path(f"{run}-{kind}")
+    about = {"run": folder.path.name if folder else run, "network": net.plan.name, "data": data.name}
     if int8:
         from nestling.export.quantise import export_int8
 

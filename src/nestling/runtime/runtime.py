@@ -107,13 +107,18 @@ def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency
 
 def load_source(source: RunDir | str | Path) -> tuple[NestedNet, Spec, RunDir | None]:
     """A run's network, or a trained one from the shelf, and what is known of it."""
-    if isinstance(source, str) and source in shelf.names() and not Path(source).exists():
+    if isinstance(source, str) and shelf.holds(source):
         card = shelf.card(source)
         net, results = shelf.load(source), card["results"]
         errors = tuple(float(row["error"]) for row in results["stages"])
         known = replace(bare_spec(net), classes=tuple(results["classes"]), errors=errors)
         return net, replace(known, mean=tuple(card["mean"]), std=tuple(card["std"])), None
-    run = source if isinstance(source, RunDir) else RunDir.open(source)
+    if not isinstance(source, RunDir | str | Path):
+        raise NestlingError(
+            f"found a {type(source).__name__}; expected a nested network (nestling.nest makes one of a module), "
+            "a run's folder, or the name of a trained network"
+        )
+    run = source if isinstance(source, RunDir) else shelf.open_run(source)
     return *load_run(run), run
 
 
@@ -126,13 +131,15 @@ def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
     except NestlingError:  # the data need not be on the machine that answers
         data = None
     classes = data.classes if data else tuple(results.get("classes", ()))
-    net = build(recipe.network, classes=len(classes) or None, shape=data.shape if data else None)
+    shape: Any = data.shape if data else tuple(results.get("shape", ())) or None
+    net = build(recipe.network, classes=len(classes) or None, shape=shape)
     run.load_weights(net)
     spec = bare_spec(net)
     errors = tuple(float(row["error"]) for row in results.get("stages", ()))
-    spec = replace(spec, classes=classes or spec.classes, errors=errors)
+    mean, std = (tuple(getattr(data, key) if data else results.get(key, ())) for key in ("mean", "std"))
+    spec = replace(spec, classes=classes or spec.classes, errors=errors, mean=mean, std=std)
     if data:
         counts = np.bincount(data.train.labels.cpu().numpy(), minlength=len(classes))
         prior = tuple(float(v) for v in counts / counts.sum())
-        spec = replace(spec, mean=data.mean, std=data.std, prior=prior)
+        spec = replace(spec, prior=prior)
     return net, spec
