@@ -222,9 +222,12 @@ def test_bad_recipes_are_explained(tmp_path: Path, settings: list[str], message:
         train(digits(*settings), str(tmp_path / "run"), quiet=True)
 
 
-def test_unknown_recipe_names_the_nearest() -> None:
+def test_unknown_recipe_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(NestlingError, match="did you mean digits-width"):
         named("digit-width")
+    with pytest.raises(NestlingError, match=r"run's folder, not a recipe; its recipe is .*recipe\.json"):
+        (tmp_path / "recipe.json").write_text("{}")
+        named(str(tmp_path))
     assert all(make().name == name for name, make in RECIPES.items())
 
 

