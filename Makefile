@@ -13,7 +13,7 @@ TESTS ?=
 WORKERS ?= 2
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
-DEMO := data,report
+DEMO := data,report,export
 DEV := data,report,export,compare,dev
 
 .PHONY: demo test check browser constraints clean

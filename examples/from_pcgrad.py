@@ -1,7 +1,7 @@
 """From a PCGrad loop (pytorch_optimizer) to nestling: the same net trained by both, one after the other.
 
 The wrapper around the optimizer goes, `pc_backward` becomes `nestling.backward`, and the optimizer, its scheduler and
-its checkpoints are plain torch again. `python examples/from_pcgrad.py [steps]`
+its checkpoints are plain torch again. `python examples/from_pcgrad.py [steps]`, after `pip install pytorch_optimizer`
 """
 
 import sys

@@ -1,7 +1,7 @@
 """OSGD in a Lightning module, with manual optimisation. `python examples/lightning_module.py [epochs]`
 
-For several devices give the Trainer a strategy that does not wrap the module in DistributedDataParallel (nestling
-refuses it and says so): nestling averages each task's gradient over the ranks itself.
+It needs `pip install lightning`. For several devices give the Trainer a strategy that does not wrap the module in
+DistributedDataParallel (nestling refuses it and says so): nestling averages each task's gradient over the ranks itself.
 """
 
 import sys
