@@ -49,8 +49,8 @@ def test_a_stopped_command_says_how_to_go_on_and_loses_no_whole_epoch(
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + number, "")
-    said = re.fullmatch(rf"nestling: stopped by {number.name} after epoch (\d) of 8; go on with --resume (.*)\n", err)
-    assert said is not None and said[2] == str(run), err
+    said = re.fullmatch(rf"nestling: stopped by {number.name} after epoch (\d) of 8; go on with (.*)\n", err)
+    assert said is not None and said[2] == RunDir(run).going_on(), err
     epoch = int(said[1])
     assert RunDir(run).load_checkpoint()[1]["epoch"] == epoch == len(RunDir(run).read_log()) >= 2
     train(digits(*SETTINGS), str(run), resume=True, quiet=True)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from train_ranks import frozen_run
 
+from nestling import cli
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
@@ -349,3 +350,24 @@ def test_greedy_resumes_in_the_middle_of_a_stage(tmp_path: Path) -> None:
     train(recipe, str(tmp_path / "parts"), resume=True, quiet=True)
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_stopped_run_says_the_command_that_goes_on_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = ["digits-width", "--set", "train.epochs=2", "--set", "train.batch=512", "--out", str(folder), "--quiet"]
+    assert cli.main(["train", *words, "--minutes", "0.00001"]) == 0 and not (folder / "results.json").exists()
+    command = RunDir(folder).going_on()
+    assert "".join(command.split()) in "".join(capsys.readouterr().out.split())  # however the lines were broken
+    assert cli.main([*command.split()[1:], "--quiet"]) == 0
+    assert len(RunDir.open(folder).read_log()) == 2
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    for folder in (tmp_path / "new", there):
+        assert cli.main(["train", "imagenet-width", "--set", "data.root=nowhere", "--out", str(folder)]) == 1
+    assert not (tmp_path / "new").exists() and [each.name for each in there.iterdir()] == ["notes.txt"]

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from test_train import digits, untimed, weights
 
 from nestling import evaluate
@@ -306,6 +308,16 @@ def test_a_long_start_leaves_one_line_and_quiet_none(
     train(digits(), str(tmp_path / "shown"), imports=3.25)
     err = capsys.readouterr().err
     assert err.count("started in") == 1 and "import 3.2" in err
+
+
+def test_without_a_terminal_a_long_run_says_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 10.0, 20.0, 40.0, 50.0])  # made; then four steps
+    lines = progress.Lines("mine", Console(stderr=True, width=200), clock=lambda: next(seconds))
+    training = SimpleNamespace(steps=5, total=20, newest={"test_error": [0.25], "images_per_second": 1200.0})
+    for index in range(4):
+        lines(training, 0, index)
+    # 30 s for two steps after the first, and 97 of 100 to go
+    assert capsys.readouterr().err == "mine: epoch 1/20  error 25.0 %  1,200 img/s  step 3/5  about 0:24:15 left\n"
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------

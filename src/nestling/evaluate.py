@@ -15,7 +15,7 @@ from torch import Tensor
 from nestling.data import DataSet, Split, load
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan, build
-from nestling.rundir import RECIPE, RESULTS, WEIGHTS, RunDir
+from nestling.rundir import RESULTS, WEIGHTS, RunDir
 
 OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
 BINS = 15  # of the expected calibration error
@@ -146,10 +146,7 @@ def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]
     run = RunDir.open(path)
     recipe = run.read_recipe()
     if not run.has(WEIGHTS):
-        raise NestlingError(
-            f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: "
-            f"nestling train {run.path / RECIPE} --resume {run.path}"
-        )
+        raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
     data = load(recipe.data, device)
     net = build(recipe.network, classes=len(data.classes), shape=data.shape).to(device)
     run.load_weights(net)

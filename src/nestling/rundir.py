@@ -67,6 +67,17 @@ class RunDir:
         hint = f"did you mean {nearest(run.path.name, siblings)}?" if siblings else "train a run first"
         raise NestlingError(f"there is no run folder {run.path}; {hint}")
 
+    def discard(self) -> None:
+        """A run that was refused before it began: what `create` made goes, and nothing else."""
+        for name in (RECIPE, PROVENANCE):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something else
+            self.path.rmdir()
+
+    def going_on(self) -> str:
+        """The command that goes on with it, with the recipe it began with."""
+        return f"nestling train {self.path / RECIPE} --resume {self.path}"
+
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
 

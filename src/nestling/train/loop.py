@@ -321,4 +321,4 @@ def kept(run: RunDir) -> str:
     """What a run that stops now has in its folder, as a sentence."""
     if not run.has(CHECKPOINT):
         return "Nothing had been saved yet."
-    return f"Nothing saved is lost: --resume {run.path} goes on from its last checkpoint."
+    return f"Nothing saved is lost: {run.going_on()} goes on from its last checkpoint."

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 INTERVAL = 0.1  # seconds between updates: a bar must not slow the loop
 LONG = 5.0  # seconds of starting that are worth a line of their own
+EVERY = 30.0  # seconds between lines where there is no terminal to show a bar
 
 
 class Startup:
@@ -37,9 +39,36 @@ class Startup:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - started
 
+    def say_if_long(self, console: Console) -> None:
+        if sum(self.seconds.values()) >= LONG:
+            console.print(str(self), markup=False, highlight=False)
+
     def __str__(self) -> str:
         steps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= 0.05)
         return f"started in {sum(self.seconds.values()):.1f} s ({steps})"
+
+
+class Lines:
+    """How far a run is, now and then, as lines in a file or a pipe."""
+
+    def __init__(self, name: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.console, self.clock = name, console, clock
+        self.startup = Startup()
+        self.first: tuple[float, int] | None = None  # when, and how many steps were done by then
+        self.last = clock()
+
+    def __call__(self, training: Any, epoch: int, index: int) -> None:
+        now, done = self.clock(), epoch * training.steps + index + 1
+        if self.first is None:
+            self.first = now, done
+            self.startup.say_if_long(self.console)
+        if now - self.last < EVERY:
+            return
+        self.last = now
+        began, before = self.first
+        left = (now - began) / max(1, done - before) * (training.total * training.steps - done)
+        text = f"{self.name}: {state(training, epoch, training.total)}  step {index + 1}/{training.steps}"
+        self.console.print(f"{text}  about {timedelta(seconds=round(left))} left", markup=False, highlight=False)
 
 
 class Shown:
@@ -60,8 +89,7 @@ class Shown:
         now = time.monotonic()
         if not self.started:
             self.started = True
-            if sum(self.startup.seconds.values()) >= LONG:
-                self.live.console.print(str(self.startup), markup=False, highlight=False)
+            self.startup.say_if_long(self.live.console)
         if now - self.last < INTERVAL:
             return
         self.last = now
@@ -70,10 +98,12 @@ class Shown:
 
 
 @contextmanager
-def bar(name: str, quiet: bool) -> Iterator[Shown]:
-    """A live line for one run, or for several side by side; nothing at all when quiet."""
-    if quiet:
-        yield Shown()
+def bar(name: str, quiet: bool) -> Iterator[Shown | Lines]:
+    """A live line for one run, or for several side by side; a line now and then where there is no terminal; nothing at all
+    when quiet."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield Shown() if quiet else Lines(name, console)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -82,7 +112,7 @@ def bar(name: str, quiet: bool) -> Iterator[Shown]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as live:
+    with Progress(*columns, console=console, transient=True) as live:
         yield Shown(live, name)
 
 

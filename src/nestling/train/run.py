@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from rich.text import Text
 
 from nestling import evaluate
 from nestling.data import DataSet, load
@@ -44,14 +45,19 @@ def prepare(
         if found != recipe:
             raise NestlingError(
                 f"{run.path} was trained with another recipe ({first_difference(found, recipe)}); "
-                "resume with the recipe it began with, or train into a new folder."
+                f"{run.going_on()} goes on with its own, or train into a new folder."
             )
         if run.has(RESULTS):
             return None
     elif main:
         run.write_recipe(recipe)
     with memory_explained(recipe, lambda: kept(run), beside):
-        training = Training(recipe, run, data, until, startup, stop)
+        try:
+            training = Training(recipe, run, data, until, startup, stop)
+        except BaseException:
+            if main and not resume:  # a folder with a recipe alone would look like a run
+                run.discard()
+            raise
         if main:
             run.write_provenance(command, str(training.device), resumed=resume)
             if training.given_up:  # a reader of the numbers must know
@@ -100,7 +106,7 @@ def train(
         stop.waits = False
         if stop.asked and not training.finished:
             how = f"after epoch {training.done} of" if training.done else "in the first epoch of"
-            raise stop.stopped(f" {how} {training.total}; go on with --resume {path}")
+            raise stop.stopped(f" {how} {training.total}; go on with {training.run.going_on()}")
         found = training.finish() if training.main and training.finished else {}
     if dist.is_initialized():
         dist.barrier()  # the others wait for the one that evaluates
@@ -160,7 +166,7 @@ def command(
     """Train a recipe into a run folder, or go on with one that was stopped.
 
     Args:
-        recipe: a recipe's name, or a recipe.json.
+        recipe: a recipe's name, or a recipe.json, such as that of the run to go on with.
         out: the run's folder; by default runs/RECIPE.
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
@@ -177,7 +183,7 @@ def command(
     return {} if spectator else {"run": path, **found}
 
 
-def show(result: dict[str, Any]) -> Table:
+def show(result: dict[str, Any]) -> Table | Text:
     if "stages" in result:
         return evaluate.show(result)
-    return Table(f"stopped when time was up; go on with --resume {result['run']}")
+    return Text(f"stopped when time was up; go on with {RunDir(result['run']).going_on()}", overflow="fold")
