@@ -11,10 +11,12 @@ Loader and step overlap, so an epoch takes as long as the slower of the two.
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from nestling.rundir import RunDir
 from nestling.train import Training
 
 TRAIN, VALIDATION, EPOCHS, CLASSES = 1_281_167, 50_000, 90, 1000
-RUNS = (("imagenet-width", "sgd"), ("imagenet-width", "osgd"), ("imagenet-depth", "sgd"), ("imagenet-depth", "osgd"))
+RECIPES, STRATEGIES = ("imagenet-width", "imagenet-depth"), ("sgd", "osgd")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,11 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def tell(line: str) -> None:
+    """A figure as soon as there is one: compiling a network for a GPU takes minutes."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def hours(images_per_second: float) -> float:
     """Of the full training: 90 epochs. Evaluation after every epoch is a forward pass, about a third of a step an image."""
     return EPOCHS * (TRAIN + VALIDATION / 3) / images_per_second / 3600
@@ -123,15 +130,13 @@ def hours(images_per_second: float) -> float:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         root = options.root or str(make_pictures(Path(made), 4 * options.batch if options.device == "cuda" else 64))
-        loaders = [
-            {
-                "workers": w,
-                "images_per_second": round(loader(root, w, options.batch, options.images, options.device), 1),
-            }
-            for w in options.workers
-        ]
+        loaders = []
+        for workers in options.workers:
+            found = loader(root, workers, options.batch, options.images, options.device)
+            loaders.append({"workers": workers, "images_per_second": round(found, 1)})
+            tell(f"loader, {workers} workers: {found:,.0f} images/s")
     steps = []
-    for name, strategy in RUNS:
+    for name, strategy in product(options.recipes, options.strategies):
         settings = [f"strategy.name={strategy}", f"train.batch={options.batch}", f"train.device={options.device}"]
         # A rate near zero: on one random batch over and over a real one drives activations into denormals, slow on a CPU.
         settings += [
@@ -142,6 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ]
         found = step(override(named(name), settings), options.steps, options.warm, options.device)
         steps.append({"recipe": name, "strategy": strategy, "images_per_second": round(found, 1)})
+        tell(f"{name}, {strategy}: {found:,.1f} images/s")
     fastest = max(each["images_per_second"] for each in loaders)
     for each in steps:
         each["hours_of_90_epochs"] = round(hours(min(fastest, each["images_per_second"])), 1)
@@ -151,7 +157,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "loader": loaders,
         "step": steps,
         **conditions,
-        "provenance": provenance("python benchmarks/imagenet.py", options.device, time.time),
+        "provenance": provenance(f"python {' '.join(sys.argv)}", options.device, time.time),
     }
 
 
@@ -180,6 +186,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256, help="that the loader is timed over")
     parser.add_argument("--steps", type=int, default=2, help="that the step is timed over")
     parser.add_argument("--warm", type=int, default=1, help="steps before the clock starts")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--json", action="store_true", help="one line for programs")
     options = parser.parse_args()
     options.precision = options.precision or ("bfloat16" if options.device == "cuda" else "float32")
