@@ -229,6 +229,17 @@ def test_a_bad_folder_is_told(root: Path, spoil, message: str) -> None:  # type:
         splits(root)
 
 
+def test_pictures_of_a_data_set_are_shown_as_stored(tmp_path: Path) -> None:
+    """Loaders for ImageNet, and so its published errors, ignore how the camera was held."""
+    pixels = np.random.RandomState(0).randint(0, 256, (30, 40, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "plain.png")
+    Image.fromarray(pixels).save(tmp_path / "held.png", exif=exif)
+    assert torch.equal(read(tmp_path / "held.png", 16), read(tmp_path / "plain.png", 16))
+    assert torch.equal(read(tmp_path / "held.png", 16, seed=1), read(tmp_path / "plain.png", 16, seed=1))
+
+
 def test_no_folder_and_no_pillow_are_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NestlingError, match=r"no folder of pictures was named; .*--root"):
         load(DataRecipe("folder"))

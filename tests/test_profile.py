@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +316,59 @@ def test_predict_by_a_deadline_on_the_command_line(
     assert answer["stages"] == [] and answer["answer"]["stage"] == 0
     assert main(["predict", str(run), picture, "--deadline-ms", "2000", "--loss", "0.05", "--device", "cpu"]) == 0
     assert "stage 1" in capsys.readouterr().out
+
+
+# What a camera stores, by the number it writes beside it: how it was held
+HELD: dict[int, Callable[[Any], Any]] = {
+    1: lambda seen: seen,
+    2: np.fliplr,
+    3: lambda seen: np.rot90(seen, 2),
+    4: np.flipud,
+    5: lambda seen: seen.swapaxes(0, 1),
+    6: lambda seen: np.rot90(seen, 1),
+    7: lambda seen: np.rot90(seen.swapaxes(0, 1), 2),
+    8: lambda seen: np.rot90(seen, -1),
+}
+
+
+def photograph(path: Path, seen: Any, held: int, **options: Any) -> Path:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = held, "maker"
+    Image.fromarray(np.ascontiguousarray(HELD[held](seen))).save(path, exif=exif, **options)
+    return path
+
+
+@pytest.mark.parametrize("size", [(8, 8), (40, 30)])  # the network's own, and one that is cut and scaled
+def test_pictures_are_seen_as_they_were_taken(
+    run: Path, tmp_path: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    digit = Image.fromarray(load(RunDir.open(run).read_recipe().data).test.pictures(torch.arange(1))[0, 0].numpy())
+    seen = np.array(digit.resize(size))
+    paths = [photograph(tmp_path / f"{held}.png", seen, held) for held in HELD]
+    assert main(["predict", str(run), *map(str, paths), "--device", "cpu", "--json"]) == 0
+    upright, *others = (image["answer"]["probabilities"] for image in json.loads(capsys.readouterr().out)["images"])
+    for other in others:
+        np.testing.assert_allclose(other, upright, atol=1e-6)
+    Image.open(paths[5]).save(tmp_path / "untold.png", exif=b"")  # held sideways, and it does not say so
+    [untold] = predict.command(str(run), (str(tmp_path / "untold.png"),), device="cpu")["images"]
+    assert np.abs(np.subtract(untold["answer"]["probabilities"], upright)).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("good", "spoilt", "turned"),
+    [
+        (b"\x01\x0f", b"\x01\x00", True),  # another entry than the one that counts: a name where a width should be
+        (b"MM\x00*", b"MM\x00\x00", False),  # all of it: as stored, then
+    ],
+)
+def test_spoilt_exif_spoils_no_picture(tmp_path: Path, good: bytes, spoilt: bytes, turned: bool) -> None:
+    seen = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    path = photograph(tmp_path / "photo.webp", seen, held=6, lossless=True)
+    whole = path.read_bytes()
+    at = whole.index(b"MM\x00*")
+    path.write_bytes(whole[:at] + whole[at:].replace(good, spoilt, 1))
+    expected = seen if turned else HELD[6](seen)
+    np.testing.assert_array_equal(predict.read_picture(path, (3, 8, 8)).transpose(1, 2, 0), expected)
 
 
 def test_what_is_no_picture_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`nestling predict`: what a run's network thinks of pictures, stage by stage, until a deadline.
 
 In: a run's folder, picture files or folders of them, a deadline. Out: for every picture the answer of each stage that was
-done, and the one that counts. Pictures are cut to their middle square and scaled to the network's input.
+done, and the one that counts. Pictures are turned upright (EXIF), cut to their middle square and scaled to the network's input.
 """
 
 from pathlib import Path
@@ -75,20 +75,18 @@ def find(names: tuple[str, ...]) -> list[Path]:
 def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """A picture as uint8 (C,H,W): as it is where it has the network's size, else its middle, scaled."""
     try:
-        from PIL import Image
-
-        from nestling.data.picture import Unreadable, read, to_rgb
+        from nestling.data.picture import Unreadable, centre, load_rgb
     except ImportError as error:
         raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
     channels, height, width = shape
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
     try:
-        with Image.open(path) as file:
-            fits = file.size == (width, height)
-            pixels = np.array(to_rgb(file)).transpose(2, 0, 1) if fits else read(path, height).numpy()
-    except (Unreadable, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        image = load_rgb(path, upright=True)
+    except Unreadable as error:
         raise NestlingError(f"{path} cannot be read as a picture ({error}); repair it or leave it out") from error
+    square = image if image.size == (width, height) else centre(image, height)
+    pixels = np.array(square).transpose(2, 0, 1)
     if channels == 3:
         return np.ascontiguousarray(pixels)
     weights = np.array([0.299, 0.587, 0.114])[:, None, None]  # as Pillow turns colours into grey

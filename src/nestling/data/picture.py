@@ -10,11 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 MARGIN = 256 / 224  # evaluation shows the middle 224 of a shorter side of 256, or the same in proportion
 BILINEAR = Image.Resampling.BILINEAR
+TURNS = {  # EXIF's number for how a camera was held -> what sets the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class Unreadable(Exception):
@@ -23,19 +32,35 @@ class Unreadable(Exception):
 
 def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     """The picture at path, size x size: without a seed its middle, with one a random part, perhaps mirrored."""
-    try:
-        with Image.open(path) as file:
-            image = to_rgb(file)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise Unreadable(str(error) or type(error).__name__) from error
+    image = load_rgb(path)  # as stored: EXIF is ignored, as by the loaders that ImageNet's numbers come from
     if seed is None:
-        square = image.resize((size, size), BILINEAR, box=middle(image.width, image.height, size))
+        square = centre(image, size)
     else:
         chance = random.Random(seed)
         square = image.resize((size, size), BILINEAR, box=random_part(image.width, image.height, chance))
         if chance.random() < 0.5:
             square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
+
+
+def load_rgb(path: Path | str, upright: bool = False) -> Image.Image:
+    """The whole picture, three channels of 8 bits; `upright`: turned the way the camera was held (EXIF orientation)."""
+    try:
+        with Image.open(path) as file:
+            return to_rgb(turned(file) if upright else file)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise Unreadable(str(error) or type(error).__name__) from error
+
+
+def turned(file: Image.Image) -> Image.Image:
+    """As the camera was held; as stored where it does not say. (ImageOps.exif_transpose writes the EXIF anew as well, and
+    refuses pictures over any part of it that is spoilt.)"""
+    file.load()  # if the pixels are spoilt, that is told here
+    try:
+        turn = TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow has no one kind of error for spoilt EXIF
+        turn = None
+    return file if turn is None else file.transpose(turn)
 
 
 def to_rgb(file: Image.Image) -> Image.Image:
@@ -45,6 +70,11 @@ def to_rgb(file: Image.Image) -> Image.Image:
     if file.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits (mode {file.mode}), of which nobody knows what is white; expected 8 or 16")
     return file.convert("RGB")
+
+
+def centre(image: Image.Image, size: int) -> Image.Image:
+    """The middle of a picture, size x size."""
+    return image.resize((size, size), BILINEAR, box=middle(image.width, image.height, size))
 
 
 def middle(width: int, height: int, size: int) -> tuple[float, float, float, float]:
