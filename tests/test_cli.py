@@ -39,6 +39,8 @@ def command(recipe: str, extra: tuple[str, ...], run: str = "", set: tuple[str, 
         open("/no/such/file")
     if recipe == "slow":
         time.sleep(60)
+    if recipe == "half":
+        return {"recipe": recipe, "incomplete": "found half of it, expected all, do the rest"}
     return {"recipe": recipe, "extra": extra, "set": set, "quick": quick, "loss": float("nan")}
 
 def show(result: dict) -> str:
@@ -78,6 +80,14 @@ def test_a_refusal_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> N
     assert out == ""
     assert err.splitlines()[-1] == "nestling: found this [bold], expected that, do so"
     assert "Traceback" not in err
+
+
+def test_what_is_incomplete_is_shown_and_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    for form in ([], ["--json"]):
+        assert main(["sample", "half", *form]) == 1
+        out, err = capfd.readouterr()
+        assert json.loads(out)["recipe"] == "half" if form else out.splitlines()[-1] == "tried half"
+        assert err.splitlines()[-1] == "nestling: found half of it, expected all, do the rest"
 
 
 def test_unexpected_errors_are_short_too_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:

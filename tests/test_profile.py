@@ -1,6 +1,8 @@
 """Profiles, forecasts, thresholds and predictions of a real run on the digits."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -371,10 +373,38 @@ def test_spoilt_exif_spoils_no_picture(tmp_path: Path, good: bytes, spoilt: byte
     np.testing.assert_array_equal(predict.read_picture(path, (3, 8, 8)).transpose(1, 2, 0), expected)
 
 
-def test_what_is_no_picture_is_refused(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.png").write_text("no picture")
+@pytest.mark.parametrize("form", [["--json"], []])  # for programs, and for people
+def test_broken_pictures_are_named_and_the_others_answered(
+    run: Path, pictures: tuple[Path, list[int]], tmp_path: Path, form: list[str]
+) -> None:
+    folder, broken = tmp_path / "some [/] pictures", ("1-cut.png", "2-text.png", "4-gone.png")
+    shutil.copytree(pictures[0], folder)
+    whole = (folder / "2.png").read_bytes()
+    (folder / broken[0]).write_bytes(whole[: len(whole) // 2])
+    (folder / broken[1]).write_text("no picture")
+    (folder / broken[2]).symlink_to(tmp_path / "nowhere.png")
+    (folder / "folder.png").mkdir()
+    words = [sys.executable, "-m", "nestling", "predict", str(run), str(folder), "--device", "cpu", *form]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
+    assert done.returncode == 1
+    *named, count = done.stderr.splitlines()
+    assert count == "nestling: 3 of 7 pictures cannot be read; repair them or leave them out"
+    for line, name in zip(named, broken, strict=True):
+        assert line.startswith(f"{folder / name} cannot be read as a picture (")
+    if form:
+        images = json.loads(done.stdout)["images"]
+        assert [image["error"] for image in images if "error" in image] == named
+        answered = [image for image in images if "error" not in image]
+        assert answered == sorted(answered, key=lambda image: str(image["image"])) and len(answered) == 4
+        assert all(image["answer"]["final"] and len(image["stages"]) == 3 for image in answered)
+    else:
+        lines = [line.strip() for line in done.stdout.splitlines()]
+        assert [line for line in lines if "cannot be read" in line] == named
+        assert all(str(folder / f"{i}.png") in lines for i in range(4)) and done.stdout.count("stage 3 w4") == 4
+
+
+def test_what_cannot_be_asked_for_is_refused(run: Path, tmp_path: Path) -> None:
     for names, complaint in [
-        ((str(tmp_path / "text.png"),), "cannot be read"),
         ((str(tmp_path / "none.png"),), "there is no picture"),
         ((), "no picture was named"),
     ]:

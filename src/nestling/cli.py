@@ -3,8 +3,9 @@
 A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
 also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default are
 positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
-`show(result)` returns a rich renderable for people. Progress goes to stderr. A module is imported only when
-its command is called; this room knows nothing of what a command does.
+`show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
+the command has failed. Progress goes to stderr. A module is imported only when its command is called; this room
+knows nothing of what a command does.
 """
 
 import contextlib
@@ -117,6 +118,9 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
     else:
         Console().print(module.show(result))
         sys.stdout.flush()
+    if missing := result.get("incomplete"):
+        say(missing)
+        return 1
     return 0
 
 

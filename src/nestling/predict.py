@@ -1,9 +1,11 @@
 """`nestling predict`: what a run's network thinks of pictures, stage by stage, until a deadline.
 
 In: a run's folder, picture files or folders of them, a deadline. Out: for every picture the answer of each stage that was
-done, and the one that counts. Pictures are turned upright (EXIF), cut to their middle square and scaled to the network's input.
+done, and the one that counts, or why it cannot be read. Pictures are turned upright (EXIF), cut to their middle square and
+scaled to the network's input.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 BAR = 24  # characters
 
 
+class NoPicture(NestlingError):
+    """A file that is no picture, or a broken one: the others can still be answered."""
+
+
 def command(
     run: str,
     images: tuple[str, ...],
@@ -30,7 +36,7 @@ def command(
     threads: int = 1,
     loss: float = -1.0,
 ) -> dict[str, Any]:
-    """Answer pictures stage by stage, until a deadline.
+    """Answer pictures stage by stage, until a deadline. One that cannot be read is named, and the others are answered.
 
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling.
@@ -49,8 +55,10 @@ def command(
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
         answered = [{"image": str(path), **predict(runtime, path, limit)} for path in paths]
-        spec, name = runtime.spec, runtime.engine.name
-    return {"run": run, "network": spec.name, "engine": name, "deadline_ms": deadline_ms or None, "images": answered}
+        known = {"network": runtime.spec.name, "engine": runtime.engine.name, "deadline_ms": deadline_ms or None}
+    broken = sum("error" in image for image in answered)
+    left = f"{broken} of {len(paths)} pictures cannot be read; repair them or leave them out" if broken else ""
+    return {"run": run, **known, "images": answered, "incomplete": left}
 
 
 def find(names: tuple[str, ...]) -> list[Path]:
@@ -59,7 +67,7 @@ def find(names: tuple[str, ...]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES)
+            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
             if not inside:
                 raise NestlingError(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
             found += inside
@@ -84,7 +92,7 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     try:
         image = load_rgb(path, upright=True)
     except Unreadable as error:
-        raise NestlingError(f"{path} cannot be read as a picture ({error}); repair it or leave it out") from error
+        raise NoPicture(f"{path} cannot be read as a picture ({error})") from error
     square = image if image.size == (width, height) else centre(image, height)
     pixels = np.array(square).transpose(2, 0, 1)
     if channels == 3:
@@ -95,8 +103,12 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
 
 
 def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]:
-    """What every stage said in time, and the answer."""
-    x = read_picture(path, runtime.spec.shape)
+    """What every stage said in time, and the answer; of a picture that cannot be read only the error, said at once."""
+    try:
+        x = read_picture(path, runtime.spec.shape)
+    except NoPicture as error:
+        print(error, file=sys.stderr, flush=True)
+        return {"error": str(error)}
     said = list(runtime.answers(x, deadline=limit))
     last = said[-1] if said else runtime.answer(x, 0)
     return {"stages": [to_dict(answer) for answer in said], "answer": to_dict(last)}
@@ -120,7 +132,11 @@ def show(result: dict[str, Any]) -> Group:
     limit = f", deadline {result['deadline_ms']:g} ms" if result["deadline_ms"] else ""
     tables: list[Any] = [f"{result['network']} ({result['engine']}{limit})"]
     for image in result["images"]:
-        table = Table(box=None, padding=(0, 1), title=image["image"], title_justify="left", show_header=False)
+        if "error" in image:
+            tables.append(Text(image["error"], style="red"))
+            continue
+        tables.append(Text(image["image"], style="italic"))  # no title: it would be markup, and as narrow as the table
+        table = Table(box=None, padding=(0, 1), show_header=False)
         rows = image["stages"] or [image["answer"]]
         for row in rows:
             stage = f"stage {row['stage']} {row['size']}" if row["stage"] else "prior (no stage was done in time)"
