@@ -427,10 +427,22 @@ def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], 
     settings = ("data.name=folder", f"data.root={tmp_path / 'own'}", "data.size=16", "data.workers=0", "train.epochs=1")
     train.command("digits-width", out=str(run), set=(*settings, "train.batch=4"), quiet=True)
     there = predict.command(str(run), (str(folder),), device="cpu")
+    x = torch.rand(2, 3, 16, 16)
+    expected = nestling.load(str(run))(x)
     (tmp_path / "own").rename(tmp_path / "elsewhere")
+    net = nestling.load(str(run))
+    assert net.plan.input.size == (16, 16) and not net.training
+    for logits, before in zip(net(x), expected, strict=True):
+        torch.testing.assert_close(logits, before, rtol=0, atol=0)
     elsewhere = predict.command(str(run), (str(folder),), device="cpu")
     said = [[image["answer"]["probabilities"] for image in result["images"]] for result in (there, elsewhere)]
     assert said[0] == said[1]
+    results = RunDir.open(run).read_json("results.json")
+    RunDir.open(run).write_json("results.json", {key: value for key, value in results.items() if key != "shape"})
+    with pytest.raises(NestlingError, match=r"there is no folder .*/own; data.root must hold"):  # rather than a guess
+        nestling.load(str(run))
+    (tmp_path / "elsewhere").rename(tmp_path / "own")
+    assert nestling.load(str(run)).plan.input.size == (16, 16)
 
 
 def test_load_gives_the_network_of_a_run(run: Path) -> None:

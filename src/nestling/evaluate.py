@@ -141,16 +141,23 @@ def store(
     return found
 
 
+def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
+    """A run's network with its weights. Its classes and shape are those of its data, or, without these, of its results."""
+    if not run.has(WEIGHTS):
+        raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
+    known = run.read_json(RESULTS) if run.has(RESULTS) else {}
+    classes = data.classes if data else known.get("classes", ())
+    shape: Any = data.shape if data else tuple(known.get("shape", ())) or None
+    net = build(run.read_recipe().network, classes=len(classes) or None, shape=shape)
+    run.load_weights(net)
+    return net.eval()
+
+
 def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
     """The network of a run folder with its weights, and its data."""
     run = RunDir.open(path)
-    recipe = run.read_recipe()
-    if not run.has(WEIGHTS):
-        raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
-    data = load(recipe.data, device)
-    net = build(recipe.network, classes=len(data.classes), shape=data.shape).to(device)
-    run.load_weights(net)
-    return run, net.eval(), data
+    data = load(run.read_recipe().data, device)
+    return run, network(run, data).to(device), data
 
 
 def command(run: str, device: str = "cpu", sample: bool = False) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import torch
 from nestling.data import DataSet, MemorySplit
 from nestling.data import load as load_data
 from nestling.errors import NestlingError, nearest
-from nestling.evaluate import errors, evaluate, trained
+from nestling.evaluate import errors, evaluate, network, trained
 from nestling.files import to_text, write_atomically
 from nestling.nets import NestedNet, build
 from nestling.recipe import from_dict
-from nestling.rundir import PROVENANCE, RECIPE, RunDir
+from nestling.rundir import PROVENANCE, RECIPE, RESULTS, RunDir
 
 PROFILE = "profile.json"  # of a run, written by `nestling profile`, which stands further down the house
 FIRST = 1000  # test images on which a card can be checked quickly
@@ -57,9 +57,11 @@ def card(name: str) -> dict[str, Any]:
 
 def load(name: str, device: torch.device | str = "cpu") -> NestedNet:
     """A trained network, or that of a run's folder, ready to answer. `net.answers(x)` takes images normalised as its card
-    says, or as its data set was."""
-    if RunDir(name).has(RECIPE):
-        return trained(name, str(device))[1]
+    or the run's results say."""
+    run = RunDir(name)
+    if run.has(RECIPE):
+        told = run.has(RESULTS) and "shape" in run.read_json(RESULTS)  # older results do not tell it, but the data do
+        return (network(run) if told else trained(name)[1]).to(device)
     known = card(name)
     recipe = from_dict(known["recipe"])
     shape: Any = tuple(known["shape"])

@@ -21,8 +21,8 @@ from nestling.confidence import Confidence, calibrate
 from nestling.cost import PROFILE, Latency, load_profile
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.evaluate import OUTPUTS
-from nestling.nets import NestedNet, build
+from nestling.evaluate import OUTPUTS, network
+from nestling.nets import NestedNet
 from nestling.provenance import device_name
 from nestling.rundir import RESULTS, RunDir
 from nestling.runtime.build import build_engine
@@ -124,16 +124,13 @@ def load_source(source: RunDir | str | Path) -> tuple[NestedNet, Spec, RunDir | 
 
 def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
     """A run's network with its weights, and what its folder and data set know about it."""
-    recipe = run.read_recipe()
     results = run.read_json(RESULTS) if run.has(RESULTS) else {}
     try:
-        data = load(recipe.data)
+        data = load(run.read_recipe().data)
     except NestlingError:  # the data need not be on the machine that answers
         data = None
     classes = data.classes if data else tuple(results.get("classes", ()))
-    shape: Any = data.shape if data else tuple(results.get("shape", ())) or None
-    net = build(recipe.network, classes=len(classes) or None, shape=shape)
-    run.load_weights(net)
+    net = network(run, data)
     spec = bare_spec(net)
     errors = tuple(float(row["error"]) for row in results.get("stages", ()))
     mean, std = (tuple(getattr(data, key) if data else results.get(key, ())) for key in ("mean", "std"))
