@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nestling
-from nestling import shelf
+from nestling import profile, shelf
 from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.evaluate import command
@@ -46,6 +46,32 @@ def test_evaluating_a_network_gives_what_its_card_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", shelf.names())
+def test_profiling_a_network_measures_it_and_stores_nothing(name: str, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in shelf.SHELF.iterdir()}
+    words = [sys.executable, "-m", "nestling", "profile", name, "--device", "cpu", "--repeats", "10", "--json"]
+    words += ["--threads", "1", "--threads", "2", "--batch", "1", "--batch", "2"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=tmp_path)
+    found, card = json.loads(done.stdout), shelf.card(name)
+    conditions = [(each["threads"], each["batch"], each["repeats"]) for each in found["conditions"]]
+    assert conditions == [(1, 1, 10), (1, 2, 10), (2, 1, 10), (2, 2, 10)]
+    macs = [stage["macs"] for stage in card["results"]["stages"]]
+    for condition in found["conditions"]:
+        medians = [stage["median_ms"] for stage in condition["stages"]]
+        assert medians[0] > 0 and medians == sorted(medians)
+        assert [stage["macs"] for stage in condition["stages"]] == macs
+    assert {path: path.stat().st_mtime_ns for path in shelf.SHELF.iterdir()} == before and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_a_report_on_a_network_says_what_to_do_instead(name: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "nestling", "report", name]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+    assert "no log and no outputs to write up" in done.stderr
+    assert f"nestling evaluate {name} --sample and nestling profile {name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", shelf.names())
 def test_the_stored_images_are_the_first_of_the_real_test_set(name: str) -> None:
     stored = shelf.sample(name).test
     assert len(stored) == shelf.FIRST and stored.labels.unique().tolist() == list(range(10))
@@ -70,3 +96,5 @@ def test_an_unknown_name_names_the_nearest() -> None:
         nestling.Runtime("width-resnet42-cifar")
     with pytest.raises(NestlingError, match=r"there is no run folder .*come with nestling: .*width-resnet42-cifar10"):
         command("width-resnet42-cifar")
+    with pytest.raises(NestlingError, match=r"there is no run folder .*come with nestling: .*width-resnet42-cifar10"):
+        profile.command("width-resnet42-cifar")

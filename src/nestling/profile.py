@@ -1,9 +1,9 @@
 """`nestling profile`: how long each stage of a run takes on this device, stored with the run.
 
-In: a run's folder, a device, engines, batch sizes, threads. Out: profile.json: the whole trace of the first condition (that is
-what deadline studies and forecasts read) and median, p95 and p99 of every condition. Times are those of the engine that
-answers, through every stage, on real test images. Threads beyond one are measured in a process of their own, because ONNX
-Runtime makes its shared threads once per process.
+In: a run's folder or a trained network's name, a device, engines, batch sizes, threads. Out: profile.json (of a run): the whole
+trace of the first condition (that is what deadline studies and forecasts read) and median, p95 and p99 of every condition.
+Times are those of the engine that answers, through every stage, on real test images. Threads beyond one are measured in a
+process of their own, because ONNX Runtime makes its shared threads once per process.
 """
 
 import json
@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from nestling import shelf
 from nestling.anytime.engine import Engine, Floats, Stop
 from nestling.cost import PROFILE, WARM_UP, Latency, to_dict
-from nestling.data import load
+from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet
 from nestling.provenance import device_name
-from nestling.rundir import RunDir
 from nestling.runtime.build import build_engine
-from nestling.runtime.runtime import choose_device, load_run
+from nestling.runtime.runtime import choose_device, load_source
 
 SUMMARY = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
@@ -42,20 +42,19 @@ def command(
     """Measure the latency of every stage of a run on this device and store it with the run.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: auto, cpu or cuda.
         engine: auto (the fastest there is), onnx, eager or graph.
         threads: how many CPU threads, 1 if not given; may be repeated. The first is the profile that others read.
         batch: images at a time, 1 if not given; may be repeated. The first is the profile that others read.
         repeats: how often every condition is measured.
-        dry: measure, but store nothing.
+        dry: measure, but store nothing; with --json, every repeat is printed.
     """
-    folder = RunDir.open(run)
     device, threads, batch = choose_device(device), threads or (1,), batch or (1,)
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
-    net, _ = load_run(folder)
-    images = test_images(folder, max(batch))
+    net, _, folder = load_source(run)
+    images = test_images(load(folder.read_recipe().data) if folder else shelf.sample(run), max(batch))
     found: list[dict[str, Any]] = []
     for count in threads:
         if count > 1 and device == "cpu" and (len(threads) > 1 or not dry):
@@ -68,13 +67,13 @@ def command(
     result = {**found[0], "conditions": [{key: each[key] for key in SUMMARY} for each in found]}
     if dry:
         return {"run": run, **result, "all": found}
-    folder.write_json(PROFILE, result)
+    if folder:
+        folder.write_json(PROFILE, result)
     return {"run": run, **{key: value for key, value in result.items() if key != "trace_ms"}}
 
 
-def test_images(folder: RunDir, count: int) -> Floats:
+def test_images(data: DataSet, count: int) -> Floats:
     """Real test images, normalised: at least 64, or as many as one batch holds."""
-    data = load(folder.read_recipe().data)
     for x, _ in data.test.batches(min(len(data.test), max(64, count))):
         images: Floats = x.cpu().numpy()
         return images[np.arange(max(len(images), count)) % len(images)]

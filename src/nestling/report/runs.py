@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nestling import shelf
 from nestling.cost import PROFILE, Latency, load_profile
 from nestling.errors import NestlingError
 from nestling.evaluate import GALLERY, OUTPUTS
@@ -119,6 +120,12 @@ def find(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at these paths; a folder that is no run itself stands for the runs inside it."""
     folders: dict[Path, None] = {}  # in order, each once
     for path in map(Path, paths):
+        if shelf.holds(str(path)):
+            raise NestlingError(
+                f"{path} is a trained network that comes with nestling: it has a card, but no log and no outputs to write up. "
+                f"Name the folder of a run; what the card says is checked by nestling evaluate {path} --sample and "
+                f"nestling profile {path}"
+            )
         inside = [] if (path / RECIPE).is_file() else sorted(each.parent for each in path.rglob(RECIPE))
         for folder in inside or [path]:
             folders[folder.resolve()] = None
