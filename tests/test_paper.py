@@ -16,7 +16,18 @@ from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.paper import command, show
 from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name, train_cells
-from nestling.paper.results import changes, collect, compare, less, merged, published, read_csv, store, strategy_name
+from nestling.paper.results import (
+    changes,
+    collect,
+    compare,
+    less,
+    merged,
+    others_of,
+    published,
+    read_csv,
+    store,
+    strategy_name,
+)
 from nestling.paper.tables import gap_table, missing, network_table
 from nestling.recipe import NetworkRecipe, override
 from nestling.recipes import RECIPES, named
@@ -180,6 +191,18 @@ def test_rows_survive_a_file_and_newer_ones_replace_older(tmp_path: Path) -> Non
     assert [(each["seed"], each["error"]) for each in found] == [(0, 6.5), (1, 8.0), (2, 9.0)]
     assert len(merged(old, [row(7.0, commit="def")])) == 3, "another commit is another run"
     assert store(old, str(tmp_path / "one.csv")) == [str(tmp_path / "one.csv")]
+
+
+def test_a_run_that_went_on_elsewhere_says_where() -> None:
+    begun: dict[str, Any] = {"device": "NVIDIA H200"}
+    assert others_of(begun) == others_of({**begun, "resumed": [begun]}) == []
+    assert others_of({**begun, "resumed": [begun, {"device": "AMD EPYC"}]}) == ["AMD EPYC"]
+
+
+def test_a_file_written_again_is_the_same_file(tmp_path: Path) -> None:
+    stored = Path(__file__).parent.parent / "results" / "cifar10-h200.csv"
+    store(read_csv(stored), str(tmp_path / "again.csv"))
+    assert (tmp_path / "again.csv").read_text() == stored.read_text()
 
 
 def test_files_of_something_else_and_damaged_rows(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def run_rows(run: RunDir) -> list[Row]:
             "split": found["split"],
             "n": found["n"],
             "device": origin["device"],
+            "resumed_on": " ".join(others_of(origin)),
             "commit": (origin["commit"] or "")[:12],
             "torch": origin["versions"]["torch"],
             "versions": ", ".join(f"{name} {version}" for name, version in origin["versions"].items()),
@@ -92,6 +93,11 @@ def run_rows(run: RunDir) -> list[Row]:
         }
         for stage in found["stages"]
     ]
+
+
+def others_of(origin: dict[str, Any]) -> list[str]:
+    """The devices a run was gone on with that it was not begun on."""
+    return sorted({each["device"] for each in origin.get("resumed", [])} - {origin["device"]})
 
 
 def collect(paths: Iterable[Path]) -> list[Row]:
@@ -133,7 +139,9 @@ def read_csv(path: Path) -> list[Row]:
 
 def typed(row: dict[str, str], path: Path) -> Row:
     """A row of text with its numbers; columns that older files lack are empty."""
-    found: Row = {"changes": "", "device": "", "commit": "", **row}
+    found: Row = {**row}
+    for key in ("changes", "device", "commit"):
+        found.setdefault(key, "")
     for keys, kind in ((WHOLE, int), (DECIMAL, float)):
         number: Callable[[str], Any] = kind
         for key in keys:
