@@ -15,6 +15,7 @@ from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.rundir import RunDir
 from nestling.train import Training, train
+from nestling.train.loop import make_optimizer
 from nestling.train.step import Step, make_combiner
 
 STRATEGIES = ("sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad")
@@ -197,6 +198,29 @@ def test_warm_up_and_averaging_run_under_every_strategy(tmp_path: Path, strategy
     assert len(results["stages"]) == 3
     log = RunDir(tmp_path / "run").read_log()
     assert log[0]["lr"] == pytest.approx(0.05) and log[1]["lr"] < 0.05, "it has risen to the rate, then falls"
+
+
+@pytest.mark.parametrize("spared", [False, True])
+def test_weight_decay_spares_norms_where_asked(spared: bool) -> None:
+    net = build(NetworkRecipe(name="width-digits"))
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    settings = (f"train.decay_norms={not spared}", "train.lr=0.5", "train.weight_decay=0.2", "train.nesterov=false")
+    optimizer = make_optimizer(net, recipe("sgd", *settings), torch.device("cpu"))
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        shrunk = before[name] * (1 if spared and parameter.dim() == 1 else 0.9)
+        torch.testing.assert_close(parameter.detach(), shrunk, msg=name)
+
+
+def test_a_run_whose_norms_are_spared_resumes_bit_for_bit(tmp_path: Path) -> None:
+    chosen = digits("train.decay_norms=false")
+    train(chosen, str(tmp_path / "whole"), quiet=True)
+    train(chosen, str(tmp_path / "parts"), quiet=True, seconds=0)
+    train(chosen, str(tmp_path / "parts"), resume=True, quiet=True)
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "parts")[key]), key
 
 
 @pytest.mark.parametrize("setting", ["strategy.order=3,2,1", "strategy.importance=1,2,3", "train.distill=0.5"])

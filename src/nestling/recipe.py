@@ -99,6 +99,7 @@ class TrainRecipe(Section):
     momentum: Share = 0.9
     nesterov: bool = True
     weight_decay: Amount = 5e-4
+    decay_norms: bool = True  # false: weight decay spares the scales and shifts of norms, and biases
     schedule: Literal["step", "cosine"] = "step"
     milestones: tuple[Positive, ...] = (60, 120, 160)  # step only: epochs at which lr is multiplied by gamma
     gamma: AboveZero = 0.2
@@ -195,8 +196,11 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
+LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
+
+
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
-    """found, if it is a mapping with exactly the fields of kind."""
+    """found, if it is a mapping with exactly the fields of kind; those that came later may be missing."""
     expected = set(hints(kind))
     if not isinstance(found, dict):
         raise NestlingError(f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}")
@@ -205,7 +209,7 @@ def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
             f"{what} has an unknown field {unknown[0]!r}; did you mean {nearest(unknown[0], expected)}? "
             "(it may come from another version of nestling)"
         )
-    if missing := sorted(expected - set(found)):
+    if missing := sorted(expected - set(found) - LATER):
         raise NestlingError(
             f"{what} lacks the field(s) {', '.join(missing)}; "
             "it is incomplete or comes from another version of nestling"

@@ -307,8 +307,12 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     train = recipe.train
     rate = torch.tensor(train.lr, device=device) if device.type == "cuda" else train.lr
     fused = True if device.type == "cuda" else None
+    groups: list[dict[str, Any]] = [{"params": list(net.parameters())}]
+    if not train.decay_norms:
+        flat, deep = ([p for p in net.parameters() if (p.dim() < 2) is is_flat] for is_flat in (True, False))
+        groups = [{"params": deep}, {"params": flat, "weight_decay": 0.0}]
     return torch.optim.SGD(
-        net.parameters(),
+        groups,
         lr=rate,
         momentum=train.momentum,
         nesterov=train.nesterov and train.momentum > 0,
