@@ -287,6 +287,7 @@ def test_a_run_that_fails_does_not_keep_the_others_from_theirs(tmp_path: Path) -
     found = command("digits", **words, out=str(tmp_path))
     assert list(found["failed"]) == [str(tmp_path / first)]
     assert "was trained with another recipe" in found["failed"][str(tmp_path / first)]
+    assert found["incomplete"].startswith("1 of 2 runs failed")
     assert {row["strategy"] for row in found["rows"]} == {"osgd"} and (tmp_path / second / "results.json").exists()
     with pytest.raises(NestlingError, match="was trained with another recipe"):
         command("digits", **{**words, "strategy": ("sgd",)}, out=str(tmp_path))

@@ -73,7 +73,11 @@ def command(
     files = store(rows, results) if results else []
     networks = list(dict.fromkeys(row["network"] for row in rows))
     means = {"rows": compare(rows), "top5": compare(rows, "top5")}
-    return {"part": part, "runs": len(chosen), "networks": networks, "results": files, "failed": failed, **means}
+    missing = (
+        f"{len(failed)} of {len(chosen)} runs failed; mend what they say and give the same command" if failed else ""
+    )
+    found = {"part": part, "runs": len(chosen), "networks": networks, "results": files, **means}
+    return {**found, "failed": failed, "incomplete": missing}
 
 
 def write_up(
