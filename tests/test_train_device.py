@@ -370,7 +370,9 @@ def test_pupils_beside_their_teacher_learn_what_they_learn_after_it() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("setting", ["strategy.name=osgd", "strategy.name=pcgrad", "train.distill=0.5"])
+@pytest.mark.parametrize(
+    "setting", ["strategy.name=osgd", "strategy.name=pcgrad", "train.distill=0.5", "train.decay_norms=false"]
+)
 def test_graph_and_eager_runs_agree(tmp_path: Path, setting: str) -> None:
     """With pcgrad also in chance: a graph finds its step's order on the device, the one that is drawn eagerly."""
     for way in ("eager", "graph"):

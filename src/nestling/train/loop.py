@@ -307,12 +307,11 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     train = recipe.train
     rate = torch.tensor(train.lr, device=device) if device.type == "cuda" else train.lr
     fused = True if device.type == "cuda" else None
-    groups: list[dict[str, Any]] = [{"params": list(net.parameters())}]
-    if not train.decay_norms:
-        flat, deep = ([p for p in net.parameters() if (p.dim() < 2) is is_flat] for is_flat in (True, False))
-        groups = [{"params": deep}, {"params": flat, "weight_decay": 0.0}]
+    spared = [] if train.decay_norms else [p for p in net.parameters() if p.dim() < 2]
+    decayed = [p for p in net.parameters() if train.decay_norms or p.dim() >= 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return torch.optim.SGD(
-        groups,
+        [group for group in groups if group["params"]],
         lr=rate,
         momentum=train.momentum,
         nesterov=train.nesterov and train.momentum > 0,
