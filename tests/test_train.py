@@ -174,6 +174,21 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
         train(digits(), str(tmp_path / "run"), quiet=True)
 
 
+def test_a_run_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
+    """Its recipe.json and its checkpoint do not have it."""
+    train(digits(), str(tmp_path / "whole"), quiet=True)
+    stop_after_one_epoch(digits(), tmp_path / "older")
+    run = RunDir(tmp_path / "older")
+    recipe = run.read_json("recipe.json")
+    assert recipe["train"].pop("decay_norms") is True
+    run.write_json("recipe.json", recipe)
+    tensors, meta = run.load_checkpoint()
+    run.save_checkpoint(tensors, {**meta, "recipe": recipe})
+    train(digits(), str(tmp_path / "older"), resume=True, quiet=True)
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "older")[key]), key
+
+
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     stop_after_one_epoch(digits(), tmp_path / "mine")
     stop_after_one_epoch(digits("network.name=depth-digits"), tmp_path / "other")

@@ -20,7 +20,7 @@ from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
-from nestling.recipe import Recipe
+from nestling.recipe import Recipe, from_dict
 from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
@@ -220,7 +220,7 @@ class Training:
         """Go on where the run's checkpoint stands; from the beginning if there is none yet."""
         if self.run.has(CHECKPOINT):
             tensors, meta = self.run.load_checkpoint()
-            if meta.get("recipe") != as_json(dataclasses.asdict(self.recipe)):
+            if not same_recipe(meta.get("recipe"), self.recipe):
                 raise NestlingError(
                     f"{self.run.path / CHECKPOINT} belongs to another recipe than {self.run.path}/recipe.json; "
                     "restore the recipe it was made with, or delete the checkpoint to begin anew."
@@ -276,13 +276,6 @@ class Training:
             return evaluate.store(self.run, self.net, self.data, split, self.answers)
 
 
-def as_json(value: Any) -> Any:
-    """A value as it comes back from JSON: tuples are lists there."""
-    if isinstance(value, dict):
-        return {key: as_json(inner) for key, inner in value.items()}
-    return [as_json(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
 def main_rank() -> bool:
     """Whether this process writes the run folder: the only one, or the first of several."""
     return group_of(True) is None or dist.get_rank() == 0
@@ -318,6 +311,14 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
         weight_decay=train.weight_decay,
         fused=fused,
     )
+
+
+def same_recipe(found: Any, recipe: Recipe) -> bool:
+    """Whether a checkpoint's recipe, perhaps one written before some fields were there, is this one."""
+    try:
+        return from_dict(found) == recipe
+    except NestlingError:
+        return False
 
 
 def kept(run: RunDir) -> str:
