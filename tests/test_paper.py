@@ -257,10 +257,13 @@ def test_gaps_to_independent_nets_by_hand() -> None:
 
 
 def test_what_is_missing_is_a_command() -> None:
-    every = [row(1.0, strategy=name) for name in ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone")]
+    names, sizes = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone"), ("w1", "w2", "w4")
+    every = [row(1.0, strategy=name, stage=i, size=size) for name in names for i, size in enumerate(sizes, 1)]
     lacking = missing("table1", compare(every))
     assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy"
     assert len(lacking) == 4
+    partly = missing("table1", compare(every[:-1]))  # without the largest independent net
+    assert partly[1] == "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy"
     assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
 
 

@@ -221,6 +221,9 @@ def lacking(axes: Axes, what: Sequence[str]) -> None:
         axes.set_xticks([])
         axes.set_yticks([])
     if what:
+        if axes.containers:  # bars reach up to where the text will be: make room
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, high + (high - low) * 0.05 * (1 + sum(1 + each.count("\n") for each in what)))
         axes.text(
             0.98, 0.97, "\n".join(["not there yet:", *what]), transform=axes.transAxes, ha="right", va="top", color=MUTED,
             fontsize=7.5, style="italic", zorder=5, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},

@@ -99,11 +99,12 @@ def rank(name: str) -> tuple[int, str]:
 
 def missing(table: str, means: Iterable[Row]) -> list[str]:
     """The command lines that would train what this table still lacks."""
-    done = {(row["network"], label(row)) for row in means}
+    done = {(row["network"], label(row), row["stage"]) for row in means}
     lacking = []
     for network in TABLES[table]:
         strategies = ("sgd", "osgd") if table == "table3" else STRATEGIES
-        left = [name for name in strategies if (network, name) not in done]
+        stages = range(1, len(sizes_of(network)) + 1)
+        left = [name for name in strategies if not all((network, name, stage) in done for stage in stages)]
         if left:
             words = " ".join(f"--strategy {name}" for name in left)
             lacking.append(f"nestling paper {table} --network {network} {words}")
