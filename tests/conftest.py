@@ -21,7 +21,9 @@ settings.register_profile("few", max_examples=25, deadline=None, derandomize=Tru
 settings.register_profile("many", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it starts in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests of Ctrl-C, and the processes they start, need it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the tests of Ctrl-C, and the processes they start, need it
 torch.set_num_threads(1)  # two workers with all cores each would only slow each other down
 
 
