@@ -2,9 +2,12 @@
 
     python benchmarks/kernels.py --json results/kernels-h200.json     # the tiles in use, against torch
     python benchmarks/kernels.py --tune                               # tries many tiles, prints the best
+    python benchmarks/kernels.py --tune --beside 6                    # and which is best where six trainings share the chip
 
 Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in a training step of 128 images. torch's
 figures are its convolution alone; ours do more: forward gathers batch norm's moments, backward goes on through relu.
+With --beside the graph has that many streams, each with images of its own, and the time is the graph's over all its kernels:
+what a kernel takes from the others, which need not be how long it is on its way.
 """
 
 import argparse
@@ -26,17 +29,24 @@ from nestling.provenance import provenance
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
 
 
-def graphed(work: Any, repeats: int = 20) -> float:
-    """Microseconds of one call, the best of five rounds."""
-    work()
-    stream = torch.cuda.Stream()
+def graphed(*works: Any, repeats: int = 20) -> float:
+    """Microseconds of one call, the best of five rounds; several works go beside one another."""
+    stream, sides = torch.cuda.Stream(), [torch.cuda.Stream() for _ in works]
     graph = torch.cuda.CUDAGraph()
+    repeats = repeats if len(works) == 1 else repeats // 2
     with torch.cuda.stream(stream):
-        work()
+        for work in works:
+            work()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                work()
+        graph.capture_begin()  # torch.cuda.graph would collect garbage first, thousands of times
+        for work, side in zip(works, sides, strict=True):
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
+                for _ in range(repeats):
+                    work()
+        for side in sides:
+            stream.wait_stream(side)
+        graph.capture_end()
         graph.replay()
         torch.cuda.synchronize()
         found = []
@@ -45,7 +55,7 @@ def graphed(work: Any, repeats: int = 20) -> float:
             for _ in range(5):
                 graph.replay()
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) / (5 * repeats) * 1e6)
+            found.append((time.perf_counter() - start) / (5 * repeats * len(works)) * 1e6)
     return min(found)
 
 
@@ -95,7 +105,7 @@ def conv_choices(case: Case) -> list[launch.Tiles]:
 def split_choices(case: Case) -> list[launch.Splits]:
     wide, row = launch.power(case.channels), launch.power(3 * case.channels)
     shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
-    found = itertools.product((32, 64, 128), sorted(shapes), (132, 264, 396), (4, 8), (2, 3))
+    found = itertools.product((32, 64, 128), sorted(shapes), (66, 132, 264, 396), (4, 8), (2, 3))
     return [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
 
 
@@ -110,37 +120,57 @@ def compile_some(job: tuple[int, int, int, int, int]) -> None:
         attempt(partial(case.weights, splits))
 
 
-def attempt(work: Any, measure: bool = False) -> float:
+def attempt(*works: Any, measure: bool = False) -> float:
     """A choice may want more shared memory than there is: then it is out."""
     try:
-        work()
-        return graphed(work) if measure else 0.0
+        works[0]()
+        return graphed(*works) if measure else 0.0
     except Exception as error:
         if "resource" not in str(error).lower() and "shared" not in str(error).lower():
             print(f"  left out: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
         return float("inf")
 
 
-def tune(shapes: list[tuple[int, int]], batch: int) -> None:
-    shares = max(1, 16 // len(shapes))
+def compile_all(shapes: list[tuple[int, int]], batch: int, processes: int = 16) -> None:
+    shares = max(1, processes // len(shapes))
     jobs = [(c, side, batch, part, shares) for c, side in shapes for part in range(shares)]
-    with multiprocessing.get_context("spawn").Pool(16) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(compile_some, jobs, chunksize=1)
+
+
+def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[str, Any]]:
+    """The fastest choices that are right, and how the one in use does."""
+    compile_all(shapes, batch)
+    rows: list[dict[str, Any]] = []
     for c, side in shapes:
-        case = Case(c, side, batch)
-        tiles, splits = conv_choices(case), split_choices(case)
-        lists: dict[str, list[Any]] = {"forward": tiles, "back": tiles, "weights": splits}
-        for name, choices in lists.items():
-            work = getattr(case, name)
-            right = {
-                "forward": partial(proof.conv_agrees, case.x, c, adds=False, moments=True),
-                "back": partial(proof.back_agrees, case.x, c),
-            }
-            agrees = right.get(name, partial(proof.weight_agrees, case.x, c))
-            wrong = [choice for choice in choices if attempt(partial(work, choice)) == 0 and not agrees(choice)]
-            timed = sorted((attempt(partial(work, choice), True), choice) for choice in choices if choice not in wrong)
-            best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in timed[:3])
-            print(f"{c:4} {side:3} {name:8} {best}; wrong: {[tuple(choice) for choice in wrong]}", flush=True)
+        cases = [Case(c, side, batch) for _ in range(beside)]
+        x, tiles, splits = cases[0].x, conv_choices(cases[0]), split_choices(cases[0])
+        used = launch.conv_tiles(launch.rows_of(x), c, c)
+        kinds: list[tuple[str, list[Any], Any, Any]] = [
+            ("forward", tiles, used, partial(proof.conv_agrees, x, c, adds=False, moments=True)),
+            ("back", tiles, used, partial(proof.back_agrees, x, c)),
+            ("weights", splits, launch.weight_splits(launch.rows_of(x), c, c), partial(proof.weight_agrees, x, c)),
+        ]
+        for name, choices, now, agrees in kinds:
+
+            def timed(choice: Any, n: int = beside, name: str = name, cases: list[Case] = cases) -> float:
+                return attempt(*(partial(getattr(case, name), choice) for case in cases[:n]), measure=True)
+
+            order = sorted((timed(choice), choice) for choice in choices)
+            wrong: list[Any] = []
+            right: list[tuple[float, Any]] = []
+            for us, choice in order:
+                if us < float("inf") and len(right) < 3:
+                    right.append((us, choice)) if agrees(choice) else wrong.append(choice)
+            row = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
+            row |= {"used": list(now), "used_us": round(timed(now), 2), "used_alone_us": round(timed(now, 1), 2)}
+            row |= {"best": [{"us": round(us, 2), "choice": list(choice)} for us, choice in right]}
+            rows.append(
+                row | {"best_alone_us": round(timed(right[0][1], 1), 2), "wrong": [list(each) for each in wrong]}
+            )
+            best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in right)
+            print(f"{c:4} {side:3} {name:8} in use {row['used_us']:.1f} {tuple(now)}; best {best}", flush=True)
+    return rows
 
 
 def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
@@ -163,19 +193,18 @@ def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="try many tiles")
+    parser.add_argument("--beside", type=int, default=1, help="tune for this many at once")
     parser.add_argument("--shapes", nargs="*", default=[], help="channels:side, such as 32:32; all by default")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     shapes = [(int(c), int(side)) for c, side in (each.split(":") for each in args.shapes)] or SHAPES
-    rows = compare(shapes, args.batch)
+    rows = tune(shapes, args.batch, args.beside) if args.tune else compare(shapes, args.batch)
     if args.json:
         found = {"benchmark": "kernels", "rows": rows, "provenance": provenance(" ".join(sys.argv), "cuda", time.time)}
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    if args.tune:
-        tune(shapes, args.batch)
 
 
 if __name__ == "__main__":
