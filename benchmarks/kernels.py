@@ -99,7 +99,8 @@ def conv_choices(case: Case) -> list[launch.Tiles]:
     """All taps one by one, or three at a time where a row of them is narrow."""
     wide = launch.power(case.channels)
     depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 16 else set())
-    found = itertools.product((64, 128, 256), {min(wide, 64), min(wide, 128)}, sorted(depths), (4, 8), (2, 3, 4))
+    columns = {8, 16} if case.channels == 8 else {min(wide, 64), min(wide, 128)}
+    found = itertools.product((64, 128, 256, 512), columns, sorted(depths), (4, 8), (2, 3, 4))
     tiles = [launch.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
     return [t for t in tiles if 2048 <= t.rows * t.columns <= 16384]
 
@@ -166,10 +167,11 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
                     right.append((us, choice)) if agrees(choice) else wrong.append(choice)
             row = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
             row |= {"used": list(now), "used_us": round(timed(now), 2), "used_alone_us": round(timed(now, 1), 2)}
-            row |= {"best": [{"us": round(us, 2), "choice": list(choice)} for us, choice in right]}
-            rows.append(
-                row | {"best_alone_us": round(timed(right[0][1], 1), 2), "wrong": [list(each) for each in wrong]}
-            )
+            row["best"] = [
+                {"us": round(us, 2), "alone_us": round(timed(choice, 1), 2), "choice": list(choice)}
+                for us, choice in right
+            ]
+            rows.append(row | {"wrong": [list(each) for each in wrong]})
             best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in right)
             print(f"{c:4} {side:3} {name:8} in use {row['used_us']:.1f} {tuple(now)}; best {best}", flush=True)
     return rows

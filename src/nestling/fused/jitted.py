@@ -229,11 +229,11 @@ def finish_sums(sums, dgamma, dbeta, blocks, C: tl.constexpr, BB: tl.constexpr):
 
 
 @triton.jit
-def norm_relu(z, affine, h, rows, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+def norm_relu(z, affine, h, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     at = r[:, None] * C + c[None, :]
-    live = (r < rows)[:, None] & (c < C)[None, :]
+    live = (c < C)[None, :]
     scale = tl.load(affine + c, mask=c < C, other=0.0)
     shift = tl.load(affine + C + c, mask=c < C, other=0.0)
     out = tl.load(z + at, mask=live, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
@@ -266,7 +266,7 @@ def norm_back(
     """dz = scale * (g - mean(g) - normalised * mean(g * normalised)), plus the gradient that passed the norm by."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
-    live = (r < rows)[:, None] & (c < C)[None, :]
+    live = (c < C)[None, :]
     at = r[:, None] * C + c[None, :]
     scale = tl.load(affine + c, mask=c < C, other=0.0)
     mean = tl.load(affine + 2 * C + c, mask=c < C, other=0.0)
@@ -331,11 +331,11 @@ def pack(sources, places, sizes, inner, strides, shadow, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def halve(x, y, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+def halve(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
     """Means of 2x2 pixels; H and W are the result's."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
-    live = (r < rows)[:, None] & (c < C)[None, :]
+    live = (c < C)[None, :]
     first = (r // W * 4 * W + r % W * 2)[:, None] * C + c[None, :]
     total = tl.load(x + first, mask=live, other=0.0).to(tl.float32)
     total += tl.load(x + first + C, mask=live, other=0.0).to(tl.float32)
@@ -345,11 +345,11 @@ def halve(x, y, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.
 
 
 @triton.jit
-def halve_back(dy, dx, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """A quarter of the gradient to each of four pixels; rows, H and W are those of the larger image."""
+def halve_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """A quarter of the gradient to each of four pixels; H and W are those of the larger image."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
-    live = (r < rows)[:, None] & (c < C)[None, :]
+    live = (c < C)[None, :]
     small = r // (2 * W) * (W // 2) + r % W // 2
     got = tl.load(dy + small[:, None] * C + c[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(dx + r[:, None] * C + c[None, :], (got * 0.25).to(dx.dtype.element_ty), mask=live)

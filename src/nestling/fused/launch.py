@@ -157,14 +157,14 @@ def add_all(xs: tuple[Tensor, ...], moments: bool) -> tuple[Tensor, Tensor]:
     found = torch.empty((2, c, m // rows) if moments else (0,), dtype=torch.float32, device=x.device)
     pointers = (*xs, *[x] * (8 - len(xs)))
     kernels().add_all[(m // rows,)](
-        *pointers, y, found, COUNT=len(xs), C=c, CP=power(c), BM=rows, MOMENTS=moments, num_warps=4
+        *pointers, y, found, COUNT=len(xs), C=c, CP=power(c, 8), BM=rows, MOMENTS=moments, num_warps=4
     )
     return y, found
 
 
 def elementwise_rows(m: int, c: int) -> int:
     """Rows per program: about 4,096 numbers, and a divisor of all rows, so that all blocks of moments are equal."""
-    rows = max(LEAST, 4096 // power(c))
+    rows = max(LEAST, 4096 // power(c, 8))
     while m % rows:
         rows //= 2
     return rows
@@ -194,7 +194,7 @@ def norm_relu(z: Tensor, affine: Tensor) -> Tensor:
     c, m = z.shape[1], rows_of(z)
     rows = elementwise_rows(m, c)
     h = image(z, c)
-    kernels().norm_relu[(m // rows,)](z, affine, h, m, C=c, CP=power(c), BM=rows, num_warps=4)
+    kernels().norm_relu[(m // rows,)](z, affine, h, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return h
 
 
@@ -203,7 +203,7 @@ def relu_back(dh: Tensor, z: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     rows = elementwise_rows(m, c)
     g = image(z, c)
     sums = torch.empty(2, c, m // rows, dtype=torch.float32, device=z.device)
-    kernels().relu_back[(m // rows,)](dh, z, affine, g, sums, C=c, CP=power(c), BM=rows, num_warps=4)
+    kernels().relu_back[(m // rows,)](dh, z, affine, g, sums, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return g, sums
 
 
@@ -219,7 +219,7 @@ def norm_back(
     dz = image(z, c)
     kernels().norm_back[(m // rows,)](
         g, z, affine, dgamma, dbeta, extra if extra is not None else g, dz, m,
-        C=c, CP=power(c), BM=rows, ADD=extra is not None, num_warps=4,
+        C=c, CP=power(c, 8), BM=rows, ADD=extra is not None, num_warps=4,
     )  # fmt: skip
     return dz, dgamma, dbeta
 
@@ -229,7 +229,7 @@ def halve(x: Tensor) -> Tensor:
     y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     m = rows_of(y)
     rows = elementwise_rows(m, c)
-    kernels().halve[(m // rows,)](x, y, m, H=h // 2, W=w // 2, C=c, CP=power(c), BM=rows, num_warps=4)
+    kernels().halve[(m // rows,)](x, y, H=h // 2, W=w // 2, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return y
 
 
@@ -238,7 +238,7 @@ def halve_back(dy: Tensor) -> Tensor:
     dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
     m = rows_of(dx)
     rows = elementwise_rows(m, c)
-    kernels().halve_back[(m // rows,)](dy, dx, m, H=2 * h, W=2 * w, C=c, CP=power(c), BM=rows, num_warps=4)
+    kernels().halve_back[(m // rows,)](dy, dx, H=2 * h, W=2 * w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return dx
 
 
