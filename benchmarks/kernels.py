@@ -148,11 +148,12 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
     for c, side in shapes:
         cases = [Case(c, side, batch) for _ in range(beside)]
         x, tiles, splits = cases[0].x, conv_choices(cases[0]), split_choices(cases[0])
-        used = launch.conv_tiles(launch.rows_of(x), c, c)
+        forward, back = (launch.conv_tiles(launch.rows_of(x), c, c, way, beside > 1) for way in (False, True))
+        weights = launch.weight_splits(launch.rows_of(x), c, c, beside > 1)
         kinds: list[tuple[str, list[Any], Any, Any]] = [
-            ("forward", tiles, used, partial(proof.conv_agrees, x, c, adds=False, moments=True)),
-            ("back", tiles, used, partial(proof.back_agrees, x, c)),
-            ("weights", splits, launch.weight_splits(launch.rows_of(x), c, c), partial(proof.weight_agrees, x, c)),
+            ("forward", tiles, forward, partial(proof.conv_agrees, x, c, adds=False, moments=True)),
+            ("back", tiles, back, partial(proof.back_agrees, x, c)),
+            ("weights", splits, weights, partial(proof.weight_agrees, x, c)),
         ]
         for name, choices, now, agrees in kinds:
 

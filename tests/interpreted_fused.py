@@ -15,6 +15,7 @@ from nestling.nets import NestedNet, build
 from nestling.nets.within import within
 from nestling.recipe import NetworkRecipe
 
+SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
 CASES = {  # network -> stages to look at (0: the whole network, masked)
     NetworkRecipe(name="width-resnet42", blocks=(1, 1, 1), widths=(32, 32, 64)): (0, 1, 2),
     NetworkRecipe(name="even-resnet42", blocks=(1, 1, 1), widths=(32, 32, 64)): (3,),
@@ -41,7 +42,7 @@ def handed_on() -> int:
     moments = launch.moments_of(z_laid.detach())
     *_, first = NormRelu.apply(z_laid, moments, gamma, beta, Norm(None, 0.1, 1e-5))
     *_, second = NormReluConv.apply(
-        first, moments, gamma, beta, weight, shadow, None, None, Norm(None, 0.1, 1e-5), False
+        first, moments, gamma, beta, weight, shadow, None, None, Norm(None, 0.1, 1e-5), False, False
     )
     found = torch.autograd.grad((3 * second).sum(), (z, gamma, weight), materialize_grads=True)
     for a, expected in zip(found, (3.0, 0.0, 0.0), strict=True):
@@ -62,6 +63,7 @@ def proofs() -> int:
         assert proof.back_agrees(like, cout, tiles)
         assert proof.weight_agrees(like, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
         held += 2
+    held += sum(cuts(channels, side) for channels, side in SHAPES)
     image = proof.random_image(like, 8, 0)
     found = launch.moments_of(image)
     rows = launch.rows_of(image) // found.shape[2]
@@ -69,6 +71,17 @@ def proofs() -> int:
     for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
         assert not proof.moments_agree(wrong, image, rows)
     return held + 3
+
+
+def cuts(channels: int, side: int) -> int:
+    """The tiles that 128 images get, for a chip of one's own and a shared one, on fewer images."""
+    like, pixels = torch.empty(2, channels, 16, 16).contiguous(memory_format=torch.channels_last), 128 * side**2
+    for shared in (False, True):
+        tiles = [launch.conv_tiles(pixels, channels, channels, back, shared) for back in (False, True)]
+        assert proof.conv_agrees(like, channels, tiles[0], adds=True, moments=True)
+        assert proof.back_agrees(like, channels, tiles[1])
+        assert proof.weight_agrees(like, channels, launch.weight_splits(pixels, channels, channels, shared))
+    return 6
 
 
 def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:

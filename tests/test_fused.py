@@ -1,6 +1,7 @@
 """The kernels of the training step: interpreted here, for real where there is a GPU; and which parts of a plan they take."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from nestling.nets.within import within
 from nestling.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
 CIFAR = [
     "width-resnet42",
     "even-resnet42",
@@ -83,13 +85,31 @@ def test_values_are_handed_out_as_often_as_they_are_read_and_then_forgotten() ->
 
 @pytest.mark.parametrize("pixels", [64, 128, 8192, 2**15, 2**17, 2**19, 3 * 64])
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 64, 96, 128])
-def test_tiles_divide_the_pixels(pixels: int, channels: int) -> None:
-    tiles = conv_tiles(pixels, channels, channels)
-    assert pixels % tiles.rows == 0 and tiles.columns >= min(channels, 64)
-    assert tiles.depth >= (3 * channels if tiles.taps == 3 else min(channels, 64))
+@pytest.mark.parametrize("shared", [False, True])
+def test_tiles_divide_the_pixels(pixels: int, channels: int, shared: bool) -> None:
+    for back in (False, True):
+        tiles = conv_tiles(pixels, channels, channels, back, shared)
+        assert pixels % tiles.rows == 0 and tiles.columns >= min(channels, 64)
+        assert tiles.depth >= (3 * channels if tiles.taps == 3 else min(channels, 64))
     assert pixels % elementwise_rows(pixels, channels) == 0
-    splits = weight_splits(pixels, channels, channels)
+    splits = weight_splits(pixels, channels, channels, shared)
     assert splits.outs * splits.ins <= 64 * 128
+
+
+def test_the_tiles_are_those_that_were_measured_to_be_fastest_or_within_four_percent() -> None:
+    """Side by side, of results/tiles-h200.json; on a chip of one's own no slower than what was in use before."""
+    rows = json.loads((ROOT / "results" / "tiles-h200.json").read_text())["rows"]
+    assert len(rows) == 27
+    for row in rows:
+        pixels, channels = row["batch"] * row["side"] ** 2, row["channels"]
+        for shared, known in ((True, "us"), (False, "alone_us")):
+            tiles = conv_tiles(pixels, channels, channels, row["kernel"] == "back", shared)
+            found = list(weight_splits(pixels, channels, channels, shared) if row["kernel"] == "weights" else tiles)
+            timed = {tuple(each["choice"]): each[known] for each in row["best"]}
+            before = row["used_us" if shared else "used_alone_us"]
+            timed.setdefault(tuple(row["used"]), before)
+            best = min(each["us"] for each in row["best"]) if shared else before
+            assert timed[tuple(found)] <= 1.04 * best, (row["kernel"], channels, row["side"], shared, found)
 
 
 def test_no_kernels_on_a_cpu() -> None:
@@ -146,11 +166,12 @@ def gradient(forward: object, net: NestedNet, x: Tensor, y: Tensor, half: bool) 
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("name", "stage"),
     [(name, 0) for name in CIFAR] + [("width-resnet42", 1), ("width-resnet42", 2), ("even-resnet42", 3)],
 )
-def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, stage: int) -> None:
+def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, stage: int, shared: bool) -> None:
     torch.manual_seed(0)
     nets = [build(NetworkRecipe(name=name), generator=torch.Generator().manual_seed(2)) for _ in range(3)]
     nets = [net.cuda().to(memory_format=torch.channels_last).train() for net in nets]  # type: ignore[call-overload]
@@ -158,7 +179,7 @@ def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, s
     assert suits(mine, 128)
     x = torch.randn(128, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (128,), device="cuda")
-    fused = gradient(Fused(mine), mine, x, y, True)
+    fused = gradient(Fused(mine, shared=shared), mine, x, y, True)
     theirs, exact = gradient(half, half, x, y, True), gradient(full, full, x, y, False)
     assert (fused - exact).norm() < 1.25 * (theirs - exact).norm()
     for a, b in zip(nets[0].buffers(), nets[2].buffers(), strict=True):
@@ -182,22 +203,27 @@ SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (3
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("channels", "side"), SHAPES)
-def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
+def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int, shared: bool) -> None:
     like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
-    chosen = proof.tiles(like, channels, False), proof.tiles(like, channels, True), proof.splits(like, channels)
-    best = (conv_tiles(128 * side**2, channels, channels),) * 2 + (weight_splits(128 * side**2, channels, channels),)
+    chosen = [proof.tiles(like, channels, back, shared=shared) for back in (False, True)]
+    best = [conv_tiles(128 * side**2, channels, channels, back, shared) for back in (False, True)]
+    splits = proof.splits(like, channels, shared)
     assert chosen == best, "right, but not the fastest: this compiler gets the fastest choice wrong"
+    assert splits == weight_splits(128 * side**2, channels, channels, shared)
     for seed in range(3):  # other numbers than the proof's own
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)
         kernel = w.permute(0, 3, 1, 2)
-        assert proof.close(launch.conv(x, w, channels)[0], torch.nn.functional.conv2d(x, kernel, padding=1))
+        y, _ = launch.conv(x, w, channels, tiles=chosen[0])
+        assert proof.close(y, torch.nn.functional.conv2d(x, kernel, padding=1))
         z, affine = proof.random_image(like, channels, 7), torch.ones(4, channels, device="cuda")
         back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
-        assert proof.close(launch.conv(dy, w, channels, back=(z, affine))[0], torch.where(z.float() + 1 > 0, back, 0))
+        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=chosen[1])
+        assert proof.close(g, torch.where(z.float() + 1 > 0, back, 0))
         expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
-        assert proof.close(launch.weight_gradient(x, dy, None), expected)
+        assert proof.close(launch.weight_gradient(x, dy, None, splits), expected)
 
 
 @pytest.mark.cuda

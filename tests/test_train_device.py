@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,25 +169,32 @@ def test_tensors_that_leave_together_arrive_as_they_were() -> None:
 # --- what a chip can do -------------------------------------------------------------------------------------------
 
 
-def bf16() -> Recipe:
-    return Recipe(name="r", train=TrainRecipe(precision="bfloat16"))
+def bf16(chip: Any = "auto") -> Recipe:
+    return Recipe(name="r", train=TrainRecipe(precision="bfloat16", chip=chip))
 
 
 def test_a_new_chip_gives_nothing_up() -> None:
-    assert able(bf16(), (9, 0), triton=True) == (bf16(), [])
-    assert able(bf16(), (8, 0), triton=True) == (bf16(), [])
+    for chip in ((9, 0), (8, 0)):
+        assert able(bf16("own"), chip=chip, triton=True) == (bf16("own"), [])
+
+
+def test_several_share_a_chip_unless_the_recipe_says_how_to_cut() -> None:
+    for beside, cut in ((1, "own"), (6, "shared")):
+        assert able(bf16(), beside, (9, 0), triton=True)[0] == bf16(cut)
+        assert able(bf16("own"), beside, (9, 0), triton=True)[0] == bf16("own")
+        assert able(bf16("shared"), beside, (9, 0), triton=True)[0] == bf16("shared")
 
 
 def test_an_old_chip_trains_in_float32_and_uncompiled_and_says_why() -> None:
-    found, given_up = able(bf16(), (7, 5), triton=True)
+    found, given_up = able(bf16(), chip=(7, 5), triton=True)
     assert (found.train.precision, found.train.compile) == ("float32", True)
     assert "7.5" in given_up[0] and "float32" in given_up[0]
-    found, given_up = able(bf16(), (6, 1), triton=True)
+    found, given_up = able(bf16(), chip=(6, 1), triton=True)
     assert (found.train.precision, found.train.compile) == ("float32", False)
     assert len(given_up) == 2 and "6.1" in given_up[1] and "7.0" in given_up[1]
-    eager = override(bf16(), ["train.engine=eager", "train.precision=float32"])
-    assert able(eager, (6, 1), triton=False) == (eager, []), "what was not asked for is not missed"
-    found, given_up = able(bf16(), (9, 0), triton=False)
+    eager = override(bf16("own"), ["train.engine=eager", "train.precision=float32"])
+    assert able(eager, chip=(6, 1), triton=False) == (eager, []), "what was not asked for is not missed"
+    found, given_up = able(bf16(), chip=(9, 0), triton=False)
     assert not found.train.compile and "Triton is not installed" in given_up[0]
 
 

@@ -113,6 +113,9 @@ class TrainRecipe(Section):
     channels_last: bool = True
     engine: Literal["auto", "eager", "graph"] = "auto"
     compile: bool = True  # engine graph only: fuse small operations, by kernels of our own or by torch.compile
+    # How our kernels cut their work: for a chip of one's own or one shared with other trainings; auto = as it is. Only the
+    # order of sums differs; to get the same bits alone and side by side, name one.
+    chip: Literal["auto", "own", "shared"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Count = 0
     evaluate_every: Positive = 1  # epochs
@@ -196,7 +199,7 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
-LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
+LATER = {"decay_norms", "chip"}  # fields that recipes written before them lack; their defaults are what was done then
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:

@@ -112,10 +112,11 @@ def fits(net: NestedNet, batch: int) -> bool:
 
 
 class Fused:
-    """`net(x)` for training, by kernels. Weights are read where they lie; `refresh` copies them to bf16 first."""
+    """`net(x)` for training, by kernels. Weights are read where they lie; `refresh` copies them to bf16 first.
+    `shared`: other trainings use the chip, too; same mathematics, sums in another order."""
 
-    def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.net, self.dtype = net, dtype
+    def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16, shared: bool = False) -> None:
+        self.net, self.dtype, self.shared = net, dtype, shared
         self.items = items(net.plan)
         convs = [item.conv.name for item in self.items if isinstance(item, Unit) and item.conv is not None]
         self.shadow = launch.Shadow([net.layer(name).weight.detach() for name in convs], dtype)
@@ -163,7 +164,7 @@ class Fused:
             shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
             out, moments[unit.gives], passed = NormReluConv.apply(
                 z, moments[name], layer.weight, layer.bias, conv.weight, self.shadows[unit.conv.name],
-                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured,
+                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.shared,
             )  # fmt: skip
         values.put(unit.gives, out)
         values.hand_on(name, passed)

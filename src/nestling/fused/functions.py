@@ -44,14 +44,16 @@ class NormReluConv(torch.autograd.Function):
         shortcut: Tensor | None,
         norm: Norm,
         wants_moments: bool,
+        shared: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         h = launch.norm_relu(z, affine)
         cout = weight.shape[0]
-        tiles = proof.tiles(h, cout, back=False, adds=shortcut is not None, moments=wants_moments)
+        adds = shortcut is not None
+        tiles = proof.tiles(h, cout, back=False, adds=adds, moments=wants_moments, shared=shared)
         y, found = launch.conv(h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=tiles)
         ctx.save_for_backward(z, affine, h, shadow, mask)
-        ctx.shortcut = shortcut is not None
+        ctx.shortcut, ctx.shared = adds, shared
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found)
         return y, found, z.view_as(z)
@@ -61,13 +63,14 @@ class NormReluConv(torch.autograd.Function):
         dy, _, passed = grads
         z, affine, h, shadow, mask = ctx.saved_tensors
         if dy is None:  # only those who read `passed` have anything to say
-            return passed, *[None] * 9
+            return passed, *[None] * 10
         dy = laid_out(dy, z)
-        dw = launch.weight_gradient(h, dy, mask, proof.splits(h, dy.shape[1]))
+        dw = launch.weight_gradient(h, dy, mask, proof.splits(h, dy.shape[1], ctx.shared))
         cin = z.shape[1]
-        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=proof.tiles(dy, cin, back=True))
+        tiles = proof.tiles(dy, cin, back=True, shared=ctx.shared)
+        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
-        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None
+        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
 
 
 class NormRelu(torch.autograd.Function):

@@ -45,9 +45,11 @@ class Training:
         until: float = float("inf"),
         startup: Startup | None = None,
         stop: Stop | None = None,
+        beside: int = 1,
     ) -> None:
         """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch.
-        `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch."""
+        `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch.
+        `beside`: how many trainings share the device."""
         self.recipe, self.run, self.until, self.startup = recipe, run, until, startup or Startup()
         self.stop = stop or Stop()
         with self.startup.step("device"):
@@ -56,7 +58,7 @@ class Training:
         self.given_up: list[str] = []  # what it cannot
         if self.device.type == "cuda":
             cache_kernels()
-            self.able, self.given_up = able(recipe)
+            self.able, self.given_up = able(recipe, beside)
             for message in self.given_up:
                 say_once(message)
         if data is None:

@@ -33,7 +33,7 @@ def worth_own_subnets(net: NestedNet) -> bool:
 def faster(net: NestedNet, train: TrainRecipe) -> Any:
     """The network's forward pass with its small operations fused: by kernels of our own where they fit, else by torch."""
     if train.precision == "bfloat16" and suits(net, train.batch):
-        return Fused(net)
+        return Fused(net, shared=train.chip == "shared")
     return torch.compile(net, fullgraph=True)
 
 
