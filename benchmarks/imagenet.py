@@ -77,19 +77,22 @@ def make_pictures(root: Path, count: int) -> Path:
 
 
 def loader(root: str, workers: int, batch: int, images: int, device: str) -> float:
-    """Images a second that the loader alone delivers to the device, counted after the first batch."""
+    """Images a second that the loader alone delivers to the device, counted after every worker's first batch.
+
+    A worker makes whole batches, so there are far more batches than workers: the pictures are gone through again and again."""
     recipe = named("imagenet-width").data
-    data = load(replace(recipe, root=root, workers=workers), device)
-    generator = torch.Generator().manual_seed(0)
-    seen, started = 0, 0.0
-    while seen < images:
-        for x, _ in data.train.batches(min(batch, len(data.train)), generator):
-            if not started:
-                started = time.perf_counter()  # workers have begun
-                continue
-            seen += len(x)
+    split: Any = load(replace(recipe, root=root, workers=workers), device).train
+    first, timed = max(1, workers), max(-(-images // batch), 4 * workers)
+    times = -(-(first + timed) * batch // len(split))
+    split = replace(split, files=split.files * times, labels=split.labels.repeat(times))
+    started = 0.0
+    for index, _ in enumerate(split.batches(batch, torch.Generator().manual_seed(0))):
+        if index == first - 1:
+            started = time.perf_counter()
+        if index == first + timed - 1:
+            break
     synchronise(device)
-    return seen / (time.perf_counter() - started)
+    return timed * batch / (time.perf_counter() - started)
 
 
 def step(recipe: Recipe, steps: int, warm: int, device: str) -> float:
