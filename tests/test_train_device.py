@@ -357,6 +357,24 @@ def test_graph_runs_side_by_side_are_what_they_are_alone(tmp_path: Path, strateg
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("chip", ["own", "shared"])
+def test_runs_that_say_how_to_cut_their_work_get_the_same_bits_alone_and_side_by_side(
+    tmp_path: Path, chip: str
+) -> None:
+    settings = ("train.precision=bfloat16", "train.compile=true", f"train.chip={chip}", "strategy.name=osgd")
+    recipes = [synthetic(*settings, f"train.seed={seed}") for seed in range(2)]
+    torch.backends.cudnn.deterministic = True
+    try:
+        train_side_by_side([(recipe, str(tmp_path / f"beside{i}")) for i, recipe in enumerate(recipes)])
+        train(recipes[1], str(tmp_path / "alone"), quiet=True)
+    finally:
+        torch.backends.cudnn.deterministic = False
+    beside, alone = weights(tmp_path / "beside1"), weights(tmp_path / "alone")
+    assert all(torch.equal(beside[key], alone[key]) for key in alone)
+    assert RunDir(tmp_path / "alone").read_json("provenance.json")["chip"] == chip
+
+
+@pytest.mark.cuda
 def test_pupils_beside_their_teacher_learn_what_they_learn_after_it() -> None:
     """With distillation, tasks on streams of their own find the losses and rows that they find one after another."""
     recipe = synthetic("train.distill=0.7")
