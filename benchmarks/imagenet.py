@@ -85,14 +85,14 @@ def loader(root: str, workers: int, batch: int, images: int, device: str) -> flo
     first, timed = max(1, workers), max(-(-images // batch), 4 * workers)
     times = -(-(first + timed) * batch // len(split))
     split = replace(split, files=split.files * times, labels=split.labels.repeat(times))
-    started = 0.0
-    for index, _ in enumerate(split.batches(batch, torch.Generator().manual_seed(0))):
+    batches, started = split.batches(batch, torch.Generator().manual_seed(0)), 0.0
+    for index, _ in enumerate(batches):
         if index == first - 1:
             started = time.perf_counter()
-        if index == first + timed - 1:
-            break
-    synchronise(device)
-    return timed * batch / (time.perf_counter() - started)
+        if index == first + timed - 1:  # before the workers are waited for, who have begun other batches
+            synchronise(device)
+            return timed * batch / (time.perf_counter() - started)
+    raise AssertionError("the pictures ended early")
 
 
 def step(recipe: Recipe, steps: int, warm: int, device: str) -> float:

@@ -142,20 +142,18 @@ def compile_all(shapes: list[tuple[int, int]], batch: int, processes: int = 16) 
 
 
 def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[str, Any]]:
-    """The fastest choices that are right, and how the one in use does."""
+    """The fastest choices that are right, and how those in use do: on a chip of one's own and on a shared one."""
     compile_all(shapes, batch)
     rows: list[dict[str, Any]] = []
     for c, side in shapes:
         cases = [Case(c, side, batch) for _ in range(beside)]
         x, tiles, splits = cases[0].x, conv_choices(cases[0]), split_choices(cases[0])
-        forward, back = (launch.conv_tiles(launch.rows_of(x), c, c, way, beside > 1) for way in (False, True))
-        weights = launch.weight_splits(launch.rows_of(x), c, c, beside > 1)
-        kinds: list[tuple[str, list[Any], Any, Any]] = [
-            ("forward", tiles, forward, partial(proof.conv_agrees, x, c, adds=False, moments=True)),
-            ("back", tiles, back, partial(proof.back_agrees, x, c)),
-            ("weights", splits, weights, partial(proof.weight_agrees, x, c)),
+        kinds: list[tuple[str, list[Any], Any]] = [
+            ("forward", tiles, partial(proof.conv_agrees, x, c, adds=True, moments=True)),
+            ("back", tiles, partial(proof.back_agrees, x, c)),
+            ("weights", splits, partial(proof.weight_agrees, x, c)),
         ]
-        for name, choices, now, agrees in kinds:
+        for name, choices, agrees in kinds:
 
             def timed(choice: Any, n: int = beside, name: str = name, cases: list[Case] = cases) -> float:
                 return attempt(*(partial(getattr(case, name), choice) for case in cases[:n]), measure=True)
@@ -166,16 +164,27 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
             for us, choice in order:
                 if us < float("inf") and len(right) < 3:
                     right.append((us, choice)) if agrees(choice) else wrong.append(choice)
+
+            def told(choice: Any, us: float, timed: Any = timed) -> dict[str, Any]:
+                return {"us": round(us, 2), "alone_us": round(timed(choice, 1), 2), "choice": list(choice)}
+
+            own, shared = (in_use(name, launch.rows_of(x), c, share) for share in (False, True))
             row = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
-            row |= {"used": list(now), "used_us": round(timed(now), 2), "used_alone_us": round(timed(now, 1), 2)}
-            row["best"] = [
-                {"us": round(us, 2), "alone_us": round(timed(choice, 1), 2), "choice": list(choice)}
-                for us, choice in right
-            ]
-            rows.append(row | {"wrong": [list(each) for each in wrong]})
+            row |= {"own": told(own, timed(own)), "shared": told(shared, timed(shared))}
+            row |= {"best": [told(choice, us) for us, choice in right], "wrong": [list(each) for each in wrong]}
+            rows.append(row)
+            used = ", ".join(
+                f"{share} {row[share]['us']:.1f} {tuple(row[share]['choice'])}" for share in ("own", "shared")
+            )
             best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in right)
-            print(f"{c:4} {side:3} {name:8} in use {row['used_us']:.1f} {tuple(now)}; best {best}", flush=True)
+            print(f"{c:4} {side:3} {name:8} in use: {used}; best: {best}", flush=True)
     return rows
+
+
+def in_use(name: str, pixels: int, channels: int, shared: bool) -> Any:
+    if name == "weights":
+        return launch.weight_splits(pixels, channels, channels, shared)
+    return launch.conv_tiles(pixels, channels, channels, name == "back", shared)
 
 
 def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:

@@ -96,19 +96,17 @@ def test_tiles_divide_the_pixels(pixels: int, channels: int, shared: bool) -> No
     assert splits.outs * splits.ins <= 64 * 128
 
 
-def test_the_tiles_are_those_that_were_measured_to_be_fastest_or_within_four_percent() -> None:
-    """Side by side, of results/tiles-h200.json; on a chip of one's own no slower than what was in use before."""
+def test_tiles_of_a_shared_chip_are_the_fastest_measured_to_four_percent_and_others_no_slower_than_before() -> None:
+    """By results/tiles-h200.json: `own` and `shared` are what was in use when it was made."""
     rows = json.loads((ROOT / "results" / "tiles-h200.json").read_text())["rows"]
     assert len(rows) == 27
     for row in rows:
         pixels, channels = row["batch"] * row["side"] ** 2, row["channels"]
         for shared, known in ((True, "us"), (False, "alone_us")):
             tiles = conv_tiles(pixels, channels, channels, row["kernel"] == "back", shared)
-            found = list(weight_splits(pixels, channels, channels, shared) if row["kernel"] == "weights" else tiles)
-            timed = {tuple(each["choice"]): each[known] for each in row["best"]}
-            before = row["used_us" if shared else "used_alone_us"]
-            timed.setdefault(tuple(row["used"]), before)
-            best = min(each["us"] for each in row["best"]) if shared else before
+            found = weight_splits(pixels, channels, channels, shared) if row["kernel"] == "weights" else tiles
+            timed = {tuple(each["choice"]): each[known] for each in (row["own"], row["shared"], *row["best"])}
+            best = min(timed.values()) if shared else row["own"]["alone_us"]
             assert timed[tuple(found)] <= 1.04 * best, (row["kernel"], channels, row["side"], shared, found)
 
 

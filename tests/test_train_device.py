@@ -22,8 +22,8 @@ from nestling.errors import NestlingError
 from nestling.nets import build
 from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
 from nestling.rundir import RunDir
-from nestling.train import Training, device, engine, progress, train, train_side_by_side
-from nestling.train.device import able, lacks_memory, memory_explained, pick_device
+from nestling.train import Training, device, engine, progress, tasks, train, train_side_by_side
+from nestling.train.device import able, cut, lacks_memory, memory_explained, pick_device
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.step import Step
@@ -175,14 +175,31 @@ def bf16(chip: Any = "auto") -> Recipe:
 
 def test_a_new_chip_gives_nothing_up() -> None:
     for chip in ((9, 0), (8, 0)):
-        assert able(bf16("own"), chip=chip, triton=True) == (bf16("own"), [])
+        assert able(bf16(), chip=chip, triton=True) == (bf16(), [])
 
 
 def test_several_share_a_chip_unless_the_recipe_says_how_to_cut() -> None:
-    for beside, cut in ((1, "own"), (6, "shared")):
-        assert able(bf16(), beside, (9, 0), triton=True)[0] == bf16(cut)
-        assert able(bf16("own"), beside, (9, 0), triton=True)[0] == bf16("own")
-        assert able(bf16("shared"), beside, (9, 0), triton=True)[0] == bf16("shared")
+    for beside, found in ((1, "own"), (6, "shared")):
+        assert cut(bf16(), beside) == bf16(found)
+        assert cut(bf16("own"), beside) == bf16("own") and cut(bf16("shared"), beside) == bf16("shared")
+
+
+def test_kernels_hear_whether_others_train_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    real = Step.__init__
+
+    def listening(self: Step, net: Any, optimizer: Any, recipe: Recipe, compiled: bool = False) -> None:
+        heard.append(recipe.train.chip)
+        real(self, net, optimizer, recipe, compiled)
+
+    monkeypatch.setattr(Step, "__init__", listening)
+    train(digits("train.epochs=0"), str(tmp_path / "alone"), quiet=True)
+    train_side_by_side([(digits("train.epochs=0"), str(tmp_path / name)) for name in "ab"])
+    train_side_by_side([(digits("train.epochs=0", "train.chip=own"), str(tmp_path / name)) for name in "cd"])
+    assert heard == ["own", "shared", "shared", "own", "own"]
+    monkeypatch.setattr(tasks, "suits", lambda net, batch: True)
+    monkeypatch.setattr(tasks, "Fused", lambda net, shared: shared)
+    assert [tasks.faster(None, bf16(chip).train) for chip in ("own", "shared")] == [False, True]  # type: ignore[arg-type]
 
 
 def test_an_old_chip_trains_in_float32_and_uncompiled_and_says_why() -> None:
@@ -192,7 +209,7 @@ def test_an_old_chip_trains_in_float32_and_uncompiled_and_says_why() -> None:
     found, given_up = able(bf16(), chip=(6, 1), triton=True)
     assert (found.train.precision, found.train.compile) == ("float32", False)
     assert len(given_up) == 2 and "6.1" in given_up[1] and "7.0" in given_up[1]
-    eager = override(bf16("own"), ["train.engine=eager", "train.precision=float32"])
+    eager = override(bf16(), ["train.engine=eager", "train.precision=float32"])
     assert able(eager, chip=(6, 1), triton=False) == (eager, []), "what was not asked for is not missed"
     found, given_up = able(bf16(), chip=(9, 0), triton=False)
     assert not found.train.compile and "Triton is not installed" in given_up[0]
@@ -361,17 +378,19 @@ def test_graph_runs_side_by_side_are_what_they_are_alone(tmp_path: Path, strateg
 def test_runs_that_say_how_to_cut_their_work_get_the_same_bits_alone_and_side_by_side(
     tmp_path: Path, chip: str
 ) -> None:
-    settings = ("train.precision=bfloat16", "train.compile=true", f"train.chip={chip}", "strategy.name=osgd")
-    recipes = [synthetic(*settings, f"train.seed={seed}") for seed in range(2)]
+    settings = ("train.precision=bfloat16", "train.compile=true", "strategy.name=osgd")
+    recipes = [synthetic(*settings, f"train.chip={chip}", f"train.seed={seed}") for seed in range(2)]
     torch.backends.cudnn.deterministic = True
     try:
         train_side_by_side([(recipe, str(tmp_path / f"beside{i}")) for i, recipe in enumerate(recipes)])
         train(recipes[1], str(tmp_path / "alone"), quiet=True)
+        train(synthetic(*settings, "train.seed=1"), str(tmp_path / "auto"), quiet=True)
     finally:
         torch.backends.cudnn.deterministic = False
-    beside, alone = weights(tmp_path / "beside1"), weights(tmp_path / "alone")
+    beside, alone, auto = (weights(tmp_path / name) for name in ("beside1", "alone", "auto"))
     assert all(torch.equal(beside[key], alone[key]) for key in alone)
-    assert RunDir(tmp_path / "alone").read_json("provenance.json")["chip"] == chip
+    assert all(torch.equal(auto[key], alone[key]) for key in alone) == (chip == "own"), "alone, auto is own"
+    assert [RunDir(tmp_path / name).read_json("provenance.json")["chip"] for name in ("alone", "auto")] == [chip, "own"]
 
 
 @pytest.mark.cuda

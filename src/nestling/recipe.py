@@ -199,7 +199,8 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
-LATER = {"decay_norms", "chip"}  # fields that recipes written before them lack; their defaults are what was done then
+# Fields that recipes written before them lack; their defaults are what was done then, but for the order of sums.
+LATER = {"decay_norms", "chip"}
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:

@@ -50,14 +50,15 @@ def conv_tiles(pixels: int, cin: int, cout: int, back: bool = False, shared: boo
     if cin == 8:
         depth, taps = 32, 3
     programs = 64 if shared else 128
-    rows = next(rows for rows in (512, 256, 128, 64) if fits(rows, columns, pixels, programs))
-    # 256 x 16 in three stages is what Triton 3.6 gets wrong
+    rows = next(rows for rows in (512, 256, 128, 64) if fits(rows, columns, depth, pixels, programs))
+    # 256 x 16 x 16 in three stages is what Triton 3.6 has got wrong
     stages = 3 if columns > 16 or (columns == 16 and rows == 512) else 2 if pixels >= LARGE else 4
     return Tiles(rows, columns, depth, 4, stages, taps)
 
 
-def fits(rows: int, columns: int, pixels: int, programs: int) -> bool:
-    return rows == LEAST or (pixels % rows == 0 and pixels // rows >= programs and rows * columns <= 8192)
+def fits(rows: int, columns: int, depth: int, pixels: int, programs: int) -> bool:
+    small = rows * columns <= 8192 and rows * depth <= 16384
+    return rows == LEAST or (small and pixels % rows == 0 and pixels // rows >= programs)
 
 
 def weight_splits(pixels: int, cin: int, cout: int, shared: bool = False) -> Splits:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.files import write_atomically
-from nestling.recipe import Recipe, show
+from nestling.recipe import Recipe, override, show
 from nestling.recipes import RECIPES
 from nestling.report.families import CHANCE, flat
 from nestling.rundir import PROVENANCE, RESULTS, RunDir
@@ -51,8 +51,13 @@ def changes(recipe: Recipe) -> str:
 
 
 def less(changed: str, settings: Sequence[str]) -> str | None:
-    """Changes without settings that are common to a whole grid; None for a run that does not share them."""
-    words, shared = changed.split(), {each.replace(" ", "") for each in settings}
+    """Changes without settings that are common to a whole grid; None for a run that does not share them. Fields that
+    `changes` leaves out are not asked for."""
+    keys = {each: each.partition("=")[0].strip() for each in settings}
+    shared = {
+        f"{key}={plain(flat(override(Recipe('grid'), [each]))[key])}" for each, key in keys.items() if key not in CHANCE
+    }
+    words = changed.split()
     return " ".join(word for word in words if word not in shared) if shared <= set(words) else None
 
 

@@ -24,7 +24,16 @@ from nestling.recipe import Recipe, from_dict
 from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
-from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
+from nestling.train.device import (
+    able,
+    cache_kernels,
+    cut,
+    first_line,
+    lacks_memory,
+    memory_explained,
+    pick_device,
+    say_once,
+)
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
@@ -54,11 +63,11 @@ class Training:
         self.stop = stop or Stop()
         with self.startup.step("device"):
             self.device = pick_device(recipe.train.device)
-        self.able = recipe  # as this device can carry it out
+        self.able = cut(recipe, beside)  # as this device can carry it out
         self.given_up: list[str] = []  # what it cannot
         if self.device.type == "cuda":
             cache_kernels()
-            self.able, self.given_up = able(recipe, beside)
+            self.able, self.given_up = able(self.able)
             for message in self.given_up:
                 say_once(message)
         if data is None:

@@ -61,8 +61,10 @@ def prepare(
         if main:
             run.write_provenance(command, str(training.device), resumed=resume)
             if training.device.type == "cuda":  # a reader of the numbers must know
-                more = {"chip": training.able.train.chip, "given_up": training.given_up}
-                run.write_json(PROVENANCE, {**run.read_json(PROVENANCE), **more})
+                origin = run.read_json(PROVENANCE)
+                part = origin.get("resumed", [origin])[-1]
+                part |= {"chip": training.able.train.chip, "given_up": training.given_up}
+                run.write_json(PROVENANCE, origin)
         if resume:
             training.restore()
     return training
