@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 import nestling
-from nestling import confidence, cost, predict, profile, train
+from nestling import confidence, cost, export, predict, profile, train
 from nestling.anytime import Abandoned, Pace, Stop
 from nestling.anytime.engine import Floats
 from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
@@ -31,6 +31,7 @@ from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS
 from nestling.rundir import RunDir
 from nestling.runtime import Runtime
+from nestling.runtime.runtime import load_source
 
 
 @pytest.fixture(scope="module")
@@ -427,6 +428,8 @@ def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], 
     settings = ("data.name=folder", f"data.root={tmp_path / 'own'}", "data.size=16", "data.workers=0", "train.epochs=1")
     train.command("digits-width", out=str(run), set=(*settings, "train.batch=4"), quiet=True)
     there = predict.command(str(run), (str(folder),), device="cpu")
+    _, spec, _ = load_source(str(run))
+    assert spec.prior == (0.5, 0.5)
     x = torch.rand(2, 3, 16, 16)
     expected = nestling.load(str(run))(x)
     (tmp_path / "own").rename(tmp_path / "elsewhere")
@@ -437,6 +440,11 @@ def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], 
     elsewhere = predict.command(str(run), (str(folder),), device="cpu")
     said = [[image["answer"]["probabilities"] for image in result["images"]] for result in (there, elsewhere)]
     assert said[0] == said[1]
+    assert load_source(str(run))[1] == spec
+    assert len(profile.command(str(run), device="cpu", repeats=3)["stages"]) == 3
+    assert export.command(str(run))["about"]["verified"]["images"] > 0
+    with pytest.raises(NestlingError, match=r"there is no folder .*/own; data.root must hold"):
+        export.command(str(run), int8=True)  # is calibrated on training images
     results = RunDir.open(run).read_json("results.json")
     RunDir.open(run).write_json("results.json", {key: value for key, value in results.items() if key != "shape"})
     with pytest.raises(NestlingError, match=r"there is no folder .*/own; data.root must hold"):  # rather than a guess

@@ -109,12 +109,19 @@ def evaluate(
         "split": split,
         "n": len(labels),
         "classes": list(data.classes),
-        "shape": list(data.shape),  # these three: for who answers where the data are not
+        "shape": list(data.shape),  # these four: for who answers where the data are not
         "mean": list(data.mean),
         "std": list(data.std),
+        "prior": class_shares(data),
         **judge(logits, labels, net.plan),
     }
     return found, {"logits": logits, "labels": labels}
+
+
+def class_shares(data: DataSet) -> list[float]:
+    """How often each class is among the training images; empty where there are none."""
+    counts = torch.bincount(data.train.labels.cpu(), minlength=len(data.classes)).double()
+    return [float(share) for share in counts / counts.sum()] if len(data.train) else []
 
 
 def gallery(logits: Tensor, labels: Tensor, count: int = PICTURES) -> Tensor:

@@ -20,7 +20,6 @@ from rich.table import Table
 from nestling import shelf
 from nestling.anytime.engine import Engine, Floats, Stop
 from nestling.cost import PROFILE, WARM_UP, Latency, to_dict
-from nestling.data import DataSet, load
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet
 from nestling.provenance import device_name
@@ -54,7 +53,7 @@ def command(
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
     net, _, folder = load_source(run)
-    images = test_images(load(folder.read_recipe().data) if folder else shelf.sample(run), max(batch))
+    images = enough(shelf.some_images(folder or run, max(64, *batch)).numpy(), max(batch))
     found: list[dict[str, Any]] = []
     for count in threads:
         if count > 1 and device == "cpu" and (len(threads) > 1 or not dry):
@@ -72,12 +71,9 @@ def command(
     return {"run": run, **{key: value for key, value in result.items() if key != "trace_ms"}}
 
 
-def test_images(data: DataSet, count: int) -> Floats:
-    """Real test images, normalised: at least 64, or as many as one batch holds."""
-    for x, _ in data.test.batches(min(len(data.test), max(64, count))):
-        images: Floats = x.cpu().numpy()
-        return images[np.arange(max(len(images), count)) % len(images)]
-    raise NestlingError(f"{data.name} has no test images to measure on")
+def enough(images: Floats, count: int) -> Floats:
+    """At least `count` images: where they are fewer they come again."""
+    return images[np.arange(max(len(images), count)) % len(images)]
 
 
 def in_another_process(

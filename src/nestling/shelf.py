@@ -13,11 +13,13 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from nestling.data import DataSet, MemorySplit
 from nestling.data import load as load_data
+from nestling.data.augment import normalise
 from nestling.errors import NestlingError, nearest
-from nestling.evaluate import errors, evaluate, network, trained
+from nestling.evaluate import GALLERY, errors, evaluate, network, trained
 from nestling.files import to_text, write_atomically
 from nestling.nets import NestedNet, build
 from nestling.recipe import from_dict
@@ -84,6 +86,19 @@ def sample(name: str, device: torch.device | str = "cpu") -> DataSet:
     none, test = MemorySplit(images[:0], labels[:0], mean, std), MemorySplit(images, labels, mean, std)
     classes, shape = tuple(known["results"]["classes"]), known["shape"]
     return DataSet(data, none, test, classes, tuple(known["mean"]), tuple(known["std"]), (shape[0], shape[1], shape[2]))
+
+
+def some_images(source: RunDir | str, count: int) -> Tensor:
+    """Up to `count` real test images, normalised: of a trained network's sample; of a run's gallery, so that its data need
+    not be here; of its data where it has none."""
+    if isinstance(source, RunDir) and source.has(GALLERY) and "mean" in source.read_json(RESULTS):
+        known = source.read_json(RESULTS)
+        mean, std = (torch.tensor(known[key]) for key in ("mean", "std"))
+        return normalise(source.load_tensors(GALLERY)[0]["images"][:count], mean, std)
+    data = load_data(source.read_recipe().data) if isinstance(source, RunDir) else sample(source)
+    for x, _ in data.test.batches(min(count, len(data.test))):
+        return x
+    raise NestlingError(f"{data.name} has no test images")
 
 
 def evaluate_again(name: str, device: str = "cpu", small: bool = False) -> dict[str, Any]:

@@ -7,18 +7,17 @@ write.py's and quantise.py's.
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.table import Table
-from torch import Tensor
 
 from nestling import shelf
-from nestling.data import DataSet, load
+from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.export.write import export_net
+from nestling.recipe import from_dict
 from nestling.rundir import WEIGHTS
 from nestling.runtime.runtime import load_source
 
-IMAGES = 64  # real images that every stage is verified on
+IMAGES = 64  # real images, at most, that every stage is verified on
 
 
 def command(
@@ -43,28 +42,18 @@ def command(
     if named and int8:
         raise NestlingError(f"int8 is calibrated on training images, which {run} comes without; export a run's folder")
     net, spec, _ = load_source(folder or run)
-    data = load(folder.read_recipe().data) if folder else shelf.sample(run)
+    data = folder.read_recipe().data if folder else from_dict(shelf.card(run)["recipe"]).data
     place = Path(out) if out else folder.path / kind if folder else Path(f"{run}-{kind}")
     about = {"run": folder.path.name if folder else run, "network": net.plan.name, "data": data.name}
     if int8:
         from nestling.export.quantise import export_int8
 
-        manifest = export_int8(net, spec, place, data, images, about)
+        manifest = export_int8(net, spec, place, load(data), images, about)
     else:
-        manifest = export_net(net, spec, place, some_images(data), format, about)
+        manifest = export_net(net, spec, place, shelf.some_images(folder or run, IMAGES), format, about)
     found = manifest.to_dict()
     size = sum((place / stage.file).stat().st_size for stage in manifest.stages)
     return {"run": run, "folder": str(place), "bytes": size, **{k: v for k, v in found.items() if k != "shapes"}}
-
-
-def some_images(data: DataSet, count: int = IMAGES) -> Tensor:
-    """The first test images, normalised."""
-    kept: list[Tensor] = []
-    for x, _ in data.test.batches(min(count, len(data.test))):
-        kept.append(x)
-        if sum(map(len, kept)) >= count:
-            break
-    return torch.cat(kept)[:count]
 
 
 def show(result: dict[str, Any]) -> Table:

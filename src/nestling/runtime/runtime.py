@@ -5,6 +5,7 @@ It builds the engine, warms it up, and takes torch tensors as well as arrays. De
 business.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from nestling.confidence import Confidence, calibrate
 from nestling.cost import PROFILE, Latency, load_profile
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.evaluate import OUTPUTS, network
+from nestling.evaluate import OUTPUTS, class_shares, network
 from nestling.nets import NestedNet
 from nestling.provenance import device_name
 from nestling.rundir import RESULTS, RunDir
@@ -123,20 +124,17 @@ def load_source(source: RunDir | str | Path) -> tuple[NestedNet, Spec, RunDir | 
 
 
 def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
-    """A run's network with its weights, and what its folder and data set know about it."""
+    """A run's network with its weights, and what its folder knows about it: the data need not be where it answers."""
     results = run.read_json(RESULTS) if run.has(RESULTS) else {}
-    try:
-        data = load(run.read_recipe().data)
-    except NestlingError:  # the data need not be on the machine that answers
-        data = None
-    classes = data.classes if data else tuple(results.get("classes", ()))
+    data = None
+    if not {"shape", "mean", "std", "prior"} <= results.keys():  # older results do not tell, but the data do
+        with suppress(NestlingError):
+            data = load(run.read_recipe().data)
+    if data:
+        results |= {"classes": data.classes, "mean": data.mean, "std": data.std, "prior": class_shares(data)}
     net = network(run, data)
     spec = bare_spec(net)
     errors = tuple(float(row["error"]) for row in results.get("stages", ()))
-    mean, std = (tuple(getattr(data, key) if data else results.get(key, ())) for key in ("mean", "std"))
+    classes, mean, std, prior = (tuple(results.get(key, ())) for key in ("classes", "mean", "std", "prior"))
     spec = replace(spec, classes=classes or spec.classes, errors=errors, mean=mean, std=std)
-    if data:
-        counts = np.bincount(data.train.labels.cpu().numpy(), minlength=len(classes))
-        prior = tuple(float(v) for v in counts / counts.sum())
-        spec = replace(spec, prior=prior)
-    return net, spec
+    return net, replace(spec, prior=prior) if prior else spec
