@@ -113,7 +113,9 @@ def missing(table: str, means: Iterable[Row]) -> list[str]:
 
 def terminal(table: Table) -> rich.table.Table:
     """A table for people at a terminal."""
-    shown = rich.table.Table(*(cell.text for cell in table.columns), title=table.title, show_lines=True)
+    shown = rich.table.Table(title=table.title, show_lines=True)
+    for cell in table.columns:
+        shown.add_column(cell.text, overflow="fold")  # settings are long words, and all of one matters
     for line in table.rows:
         shown.add_row(*("\n".join(filter(None, (f"{c.text} {c.after}".strip(), c.small))) for c in line))
     return shown
