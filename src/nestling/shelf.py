@@ -91,8 +91,8 @@ def sample(name: str, device: torch.device | str = "cpu") -> DataSet:
 def some_images(source: RunDir | str, count: int) -> Tensor:
     """Up to `count` real test images, normalised: of a trained network's sample; of a run's gallery, so that its data need
     not be here; of its data where it has none."""
-    if isinstance(source, RunDir) and source.has(GALLERY) and "mean" in source.read_json(RESULTS):
-        known = source.read_json(RESULTS)
+    known = source.read_json(RESULTS) if isinstance(source, RunDir) and source.has(RESULTS) else {}
+    if isinstance(source, RunDir) and source.has(GALLERY) and "mean" in known:
         mean, std = (torch.tensor(known[key]) for key in ("mean", "std"))
         return normalise(source.load_tensors(GALLERY)[0]["images"][:count], mean, std)
     data = load_data(source.read_recipe().data) if isinstance(source, RunDir) else sample(source)
