@@ -142,7 +142,7 @@ def compile_all(shapes: list[tuple[int, int]], batch: int, processes: int = 16) 
 
 
 def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[str, Any]]:
-    """The fastest choices that are right, and how those in use do: on a chip of one's own and on a shared one."""
+    """The fastest choices that are right, and how the one in use does."""
     compile_all(shapes, batch)
     rows: list[dict[str, Any]] = []
     for c, side in shapes:
@@ -168,23 +168,23 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
             def told(choice: Any, us: float, timed: Any = timed) -> dict[str, Any]:
                 return {"us": round(us, 2), "alone_us": round(timed(choice, 1), 2), "choice": list(choice)}
 
-            own, shared = (in_use(name, launch.rows_of(x), c, share) for share in (False, True))
+            used = in_use(name, launch.rows_of(x), c)
             row = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
-            row |= {"own": told(own, timed(own)), "shared": told(shared, timed(shared))}
-            row |= {"best": [told(choice, us) for us, choice in right], "wrong": [list(each) for each in wrong]}
+            row |= {
+                "used": told(used, timed(used)),
+                "best": [told(choice, us) for us, choice in right],
+                "wrong": [list(each) for each in wrong],
+            }
             rows.append(row)
-            used = ", ".join(
-                f"{share} {row[share]['us']:.1f} {tuple(row[share]['choice'])}" for share in ("own", "shared")
-            )
             best = ", ".join(f"{us:.1f} {tuple(choice)}" for us, choice in right)
-            print(f"{c:4} {side:3} {name:8} in use: {used}; best: {best}", flush=True)
+            print(f"{c:4} {side:3} {name:8} in use: {row['used']['us']:.1f} {tuple(used)}; best: {best}", flush=True)
     return rows
 
 
-def in_use(name: str, pixels: int, channels: int, shared: bool) -> Any:
+def in_use(name: str, pixels: int, channels: int) -> Any:
     if name == "weights":
-        return launch.weight_splits(pixels, channels, channels, shared)
-    return launch.conv_tiles(pixels, channels, channels, name == "back", shared)
+        return launch.weight_splits(pixels, channels, channels)
+    return launch.conv_tiles(pixels, channels, channels, name == "back")
 
 
 def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:

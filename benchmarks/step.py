@@ -279,8 +279,7 @@ def mixed_row(
 ) -> dict[str, Any]:  # fmt: skip
     """A grid as it is trained: the strategies in turn, side by side, against the mean of each of them alone."""
     chosen = [list(alone)[i % len(alone)] for i in range(args.beside)]
-    recipes = [sharing(recipe_for(name, strategy, batch, args.precision)) for strategy in chosen]
-    drivers = [Driver(recipe, split, device, kind) for recipe in recipes]
+    drivers = [Driver(recipe_for(name, strategy, batch, args.precision), split, device, kind) for strategy in chosen]
     ms, mean = together(drivers, device, args.steps), sum(alone[strategy] for strategy in chosen) / len(chosen)
     row = {
         "network": name, "batch": batch, "strategy": " ".join(chosen), "engine": kind, "ms": round(mean, 4),
@@ -290,11 +289,6 @@ def mixed_row(
         f"{name:20} {batch:5} {'+'.join(alone)} in turn, {args.beside} beside: {ms:.3f} ms each, {ms / mean:.2f} of alone"
     )
     return row
-
-
-def sharing(recipe: Recipe, seed: int = 0) -> Recipe:
-    """As train_side_by_side trains it: not alone on the chip."""
-    return replace(recipe, train=replace(recipe.train, seed=seed, chip="shared"))
 
 
 def one_row(
@@ -314,7 +308,9 @@ def one_row(
         "startup_s": round(driver.startup, 1),
     }  # fmt: skip
     if beside:
-        others = [Driver(sharing(recipe, seed), split, device, kind) for seed in range(beside)]
+        others = [driver]
+        for seed in range(1, beside):
+            others.append(Driver(replace(recipe, train=replace(recipe.train, seed=seed)), split, device, kind))
         row["beside"], row["beside_ms"] = beside, round(together(others, device, steps), 4)
         row["beside_ratio"] = round(row["beside_ms"] / ms, 4)
         row["second_startup_s"] = round(others[-1].startup, 1)

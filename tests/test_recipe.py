@@ -153,8 +153,9 @@ def test_unknown_missing_and_wrong_json_fields_are_named() -> None:
     fewer = {**whole, "train": {k: v for k, v in whole["train"].items() if k != "lr"}}
     with pytest.raises(NestlingError, match=r"'train' lacks the field\(s\) lr"):
         from_dict(fewer)
-    older = {**whole, "train": {k: v for k, v in whole["train"].items() if k not in ("decay_norms", "chip")}}
+    older = {**whole, "train": {k: v for k, v in whole["train"].items() if k != "decay_norms"}}
     assert from_dict(older) == RECIPE, "what a field did before there was one is its default"
+    assert from_dict({**whole, "train": {**whole["train"], "chip": "auto"}}) == RECIPE, "a field that is no more"
     with pytest.raises(NestlingError, match="lacks the field"):
         from_json("{}")
     with pytest.raises(NestlingError, match="not JSON"):

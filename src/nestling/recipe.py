@@ -113,9 +113,6 @@ class TrainRecipe(Section):
     channels_last: bool = True
     engine: Literal["auto", "eager", "graph"] = "auto"
     compile: bool = True  # engine graph only: fuse small operations, by kernels of our own or by torch.compile
-    # How our kernels cut their work: for a chip of one's own or one shared with other trainings; auto = as it is. Only the
-    # order of sums differs; to get the same bits alone and side by side, name one.
-    chip: Literal["auto", "own", "shared"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Count = 0
     evaluate_every: Positive = 1  # epochs
@@ -199,15 +196,16 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
-# Fields that recipes written before them lack; their defaults are what was done then, but for the order of sums.
-LATER = {"decay_norms", "chip"}
+LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
+GONE = {"chip"}  # fields that recipes once had; what they said no longer makes a difference
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
-    """found, if it is a mapping with exactly the fields of kind; those that came later may be missing."""
+    """found, if it is a mapping with exactly the fields of kind; later ones may be missing, and those gone be there."""
     expected = set(hints(kind))
     if not isinstance(found, dict):
         raise NestlingError(f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}")
+    found = {name: value for name, value in found.items() if name not in GONE}
     if unknown := sorted(set(found) - expected):
         raise NestlingError(
             f"{what} has an unknown field {unknown[0]!r}; did you mean {nearest(unknown[0], expected)}? "

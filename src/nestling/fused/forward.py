@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.fused import launch
+from nestling.fused.aside import Aside, Joined
 from nestling.fused.functions import AddAll, Fan, Halve, Norm, NormRelu, NormReluConv
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
@@ -112,11 +113,10 @@ def fits(net: NestedNet, batch: int) -> bool:
 
 
 class Fused:
-    """`net(x)` for training, by kernels. Weights are read where they lie; `refresh` copies them to bf16 first.
-    `shared`: other trainings use the chip, too; same mathematics, sums in another order."""
+    """`net(x)` for training, by kernels. Weights are read where they lie; `refresh` copies them to bf16 first."""
 
-    def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16, shared: bool = False) -> None:
-        self.net, self.dtype, self.shared = net, dtype, shared
+    def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.net, self.dtype = net, dtype
         self.items = items(net.plan)
         convs = [item.conv.name for item in self.items if isinstance(item, Unit) and item.conv is not None]
         self.shadow = launch.Shadow([net.layer(name).weight.detach() for name in convs], dtype)
@@ -125,15 +125,19 @@ class Fused:
         self.masks = {n: m if m is None else m.contiguous(memory_format=torch.channels_last) for n, m in masks.items()}
         self.readers = count_readers(self.items, net.plan.heads)
         self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
+        self.aside = Aside() if self.shadow.flat.is_cuda else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.shadow.refresh()
+        weights: dict[str, Any] = {name: self.net.layer(name).weight for name in self.shadows}
+        if self.aside is not None:  # first of all: see Joined
+            weights = dict(zip(weights, Joined.apply(self.aside, *weights.values()), strict=True))
         values = Values(self.readers)
         values.put(self.net.plan.input.name, x)
         moments: dict[str, Tensor] = {}
         for item in self.items:
             if isinstance(item, Unit):
-                self.unit(item, values, moments)
+                self.unit(item, values, moments, weights)
                 continue
             got = [values.take(read) for read in item.reads]
             if fits_sum(self.net.plan, item):
@@ -149,7 +153,7 @@ class Fused:
             values.put(item.name, out)
         return tuple(values.take(head) for head in self.net.plan.heads)
 
-    def unit(self, unit: Unit, values: "Values", moments: dict[str, Tensor]) -> None:
+    def unit(self, unit: Unit, values: "Values", moments: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         name = unit.norm.reads[0]
         z = self.laid(values.take(name, norm=True))
         if name not in moments or not len(moments[name]):
@@ -160,11 +164,10 @@ class Fused:
         if unit.conv is None:
             out, passed = NormRelu.apply(z, moments[name], layer.weight, layer.bias, norm)
         else:
-            conv: Any = self.net.layer(unit.conv.name)
             shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
             out, moments[unit.gives], passed = NormReluConv.apply(
-                z, moments[name], layer.weight, layer.bias, conv.weight, self.shadows[unit.conv.name],
-                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.shared,
+                z, moments[name], layer.weight, layer.bias, weights[unit.conv.name], self.shadows[unit.conv.name],
+                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.aside,
             )  # fmt: skip
         values.put(unit.gives, out)
         values.hand_on(name, passed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.fused import launch, proof
+from nestling.fused.aside import Aside
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,16 @@ class NormReluConv(torch.autograd.Function):
         shortcut: Tensor | None,
         norm: Norm,
         wants_moments: bool,
-        shared: bool,
+        aside: Aside | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         h = launch.norm_relu(z, affine)
         cout = weight.shape[0]
         adds = shortcut is not None
-        tiles = proof.tiles(h, cout, back=False, adds=adds, moments=wants_moments, shared=shared)
+        tiles = proof.tiles(h, cout, back=False, adds=adds, moments=wants_moments)
         y, found = launch.conv(h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=tiles)
         ctx.save_for_backward(z, affine, h, shadow, mask)
-        ctx.shortcut, ctx.shared = adds, shared
+        ctx.shortcut, ctx.aside = adds, aside
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found)
         return y, found, z.view_as(z)
@@ -65,9 +66,13 @@ class NormReluConv(torch.autograd.Function):
         if dy is None:  # only those who read `passed` have anything to say
             return passed, *[None] * 10
         dy = laid_out(dy, z)
-        dw = launch.weight_gradient(h, dy, mask, proof.splits(h, dy.shape[1], ctx.shared))
+        splits = proof.splits(h, dy.shape[1])
+        if ctx.aside is None:
+            dw = launch.weight_gradient(h, dy, mask, splits)
+        else:
+            dw = ctx.aside.run(launch.weight_gradient, h, dy, mask, splits)
         cin = z.shape[1]
-        tiles = proof.tiles(dy, cin, back=True, shared=ctx.shared)
+        tiles = proof.tiles(dy, cin, back=True)
         g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
         return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None

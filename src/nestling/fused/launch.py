@@ -1,8 +1,8 @@
 """What the kernels of jitted.py are given: shapes, tile sizes, room for results. Channels-last bf16 images in and out.
 
-Tile sizes were chosen by measurement on an H200 (benchmarks/kernels.py --tune). A training that has the chip to itself wants
-its kernels done soon, on all processors; trainings that share it want them to take little of it, so that others fit beside:
-larger tiles, fewer programs, less to add up at the end. Nothing here knows autograd or networks.
+Tile sizes were chosen by measurement on an H200 (benchmarks/kernels.py --tune). Images are waited for, so their kernels are to
+be done soon, on all processors. Weight gradients run beside them (aside.py) and are to take little of the chip: fewer programs,
+less to add up at the end. Nothing here knows autograd or networks.
 """
 
 from importlib.util import find_spec
@@ -40,39 +40,35 @@ def power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def conv_tiles(pixels: int, cin: int, cout: int, back: bool = False, shared: bool = False) -> Tiles:
+def conv_tiles(pixels: int, cin: int, cout: int, back: bool = False) -> Tiles:
     """The widest rows that still give the chip enough to do, and all channels at once."""
     columns, depth, taps = power(cout, 8), min(64, power(cin)), 1
     if columns > 64:
-        if pixels % 128 or not (back or shared):
-            return Tiles(64, 128, depth, 8, 4)
-        return Tiles(128, 64 if back else 128, depth, 4, 3)
+        return Tiles(128, 64, depth, 4, 3) if back and pixels % 128 == 0 else Tiles(64, 128, depth, 8, 4)
     if cin == 8:
         depth, taps = 32, 3
-    programs = 64 if shared else 128
-    rows = next(rows for rows in (512, 256, 128, 64) if fits(rows, columns, depth, pixels, programs))
+    rows = next(rows for rows in (512, 256, 128, 64) if fits(rows, columns, depth, pixels))
     # 256 x 16 x 16 in three stages is what Triton 3.6 has got wrong
     stages = 3 if columns > 16 or (columns == 16 and rows == 512) else 2 if pixels >= LARGE else 4
     return Tiles(rows, columns, depth, 4, stages, taps)
 
 
-def fits(rows: int, columns: int, depth: int, pixels: int, programs: int) -> bool:
+def fits(rows: int, columns: int, depth: int, pixels: int) -> bool:
     small = rows * columns <= 8192 and rows * depth <= 16384
-    return rows == LEAST or (small and pixels % rows == 0 and pixels // rows >= programs)
+    return rows == LEAST or (small and pixels % rows == 0 and pixels // rows >= 128)
 
 
-def weight_splits(pixels: int, cin: int, cout: int, shared: bool = False) -> Splits:
+def weight_splits(pixels: int, cin: int, cout: int) -> Splits:
     """Few channels: a row of taps at a time. Else tiles of outputs and inputs, tap by tap."""
-    if cin == 8 == cout and pixels >= LARGE:
+    large = pixels >= LARGE
+    programs = PROCESSORS if large else PROCESSORS // 2
+    if cin == 8 == cout and large:
         return Splits(32, 16, 32, 3 * PROCESSORS, 4, 3)
     if cin <= 16 and cout <= 64:
-        return Splits(64, power(cout), power(3 * cin), PROCESSORS // (2 if shared and pixels < LARGE else 1), 4, 3)
-    if cin <= 32 >= cout and pixels >= (2**15 if shared else LARGE):
-        return Splits(32, power(cout), power(3 * cin), PROCESSORS // 2 if shared else 2 * PROCESSORS, 4, 3)
-    if shared:
-        return Splits(64, min(64, power(cout)), min(64, power(cin)), PROCESSORS // 2, 4, 3)
-    ins = 32 if power(max(cin, cout)) == 64 and pixels < 2**14 else min(64, power(cin))
-    return Splits(64, min(64, power(cout)), ins, PROCESSORS * (3 if pixels >= LARGE else 1), 4, 3)
+        return Splits(64, power(cout), power(3 * cin), programs, 4, 3)
+    if cin <= 32 >= cout and pixels >= 2**15:
+        return Splits(32, power(cout), power(3 * cin), programs, 4, 3)
+    return Splits(64, min(64, power(cout)), min(64, power(cin)), 3 * PROCESSORS if large else programs, 4, 3)
 
 
 def image(like: Tensor, channels: int) -> Tensor:

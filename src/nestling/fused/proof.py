@@ -25,20 +25,20 @@ class Miscompiled(RuntimeError):
     """No choice of tiles gives right results here."""
 
 
-def tiles(x: Tensor, cout: int, back: bool, adds: bool = False, moments: bool = True, shared: bool = False) -> Tiles:
+def tiles(x: Tensor, cout: int, back: bool, adds: bool = False, moments: bool = True) -> Tiles:
     """For a convolution of images like x to `cout` channels, backward or forward: there with or without a shortcut and
-    moments, each of which is a program of its own. `shared`: others use the chip, too."""
-    best = launch.conv_tiles(launch.rows_of(x), x.shape[1], cout, back, shared)
+    moments, each of which is a program of its own."""
+    best = launch.conv_tiles(launch.rows_of(x), x.shape[1], cout, back)
     if back:
-        return first_right(("conv back", cout, shared), x, best, lambda choice: back_agrees(x, cout, choice))
-    kind = ("conv", cout, adds, moments, shared)
+        return first_right(("conv back", cout), x, best, lambda choice: back_agrees(x, cout, choice))
+    kind = ("conv", cout, adds, moments)
     return first_right(kind, x, best, lambda choice: conv_agrees(x, cout, choice, adds, moments))
 
 
-def splits(x: Tensor, cout: int, shared: bool = False) -> Splits:
+def splits(x: Tensor, cout: int) -> Splits:
     """For the gradient of the weight between images like x and `cout` channels."""
-    best = launch.weight_splits(launch.rows_of(x), x.shape[1], cout, shared)
-    return first_right(("weight", cout, shared), x, best, lambda choice: weight_agrees(x, cout, choice))
+    best = launch.weight_splits(launch.rows_of(x), x.shape[1], cout)
+    return first_right(("weight", cout), x, best, lambda choice: weight_agrees(x, cout, choice))
 
 
 def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable[[Choice], bool]) -> Choice:

@@ -20,7 +20,7 @@ BASELINES = {"width": "even", "depth": "cascade", "alternate": "cascade", "toget
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
 CHANCE = {
-    "name", "train.seed", "train.device", "train.engine", "train.compile", "train.chip", "train.tensorboard", "train.diagnostics",
+    "name", "train.seed", "train.device", "train.engine", "train.compile", "train.tensorboard", "train.diagnostics",
     "train.evaluate_every", "train.checkpoint_every", "data.root", "data.workers",
 }  # fmt: skip
 

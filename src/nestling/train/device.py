@@ -49,13 +49,6 @@ def no_gpu() -> str:
     return ""
 
 
-def cut(recipe: Recipe, beside: int) -> Recipe:
-    """With `train.chip` as it is where the recipe leaves that open: shared if other trainings are beside."""
-    if recipe.train.chip != "auto":
-        return recipe
-    return replace(recipe, train=replace(recipe.train, chip="shared" if beside > 1 else "own"))
-
-
 def able(recipe: Recipe, chip: tuple[int, int] | None = None, triton: bool | None = None) -> tuple[Recipe, list[str]]:
     """The recipe as a chip of this compute capability can carry it out, and what had to be given up."""
     chip = torch.cuda.get_device_capability() if chip is None else chip

@@ -15,6 +15,7 @@ from torch import Tensor
 from nestling.data import MemorySplit, Split
 from nestling.data.augment import augment, draws
 from nestling.errors import NestlingError
+from nestling.fused import PREFERRED
 from nestling.gradients.reduce import group_of
 from nestling.recipe import Recipe
 from nestling.train.progress import Startup
@@ -64,7 +65,7 @@ class Graph:
         self.rates = torch.zeros(self.steps, device=device)
         self.losses = torch.zeros(self.steps, stages, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=PREFERRED)
         self.graph = self._capture(startup or Startup())
 
     def _batch(self) -> Tensor:

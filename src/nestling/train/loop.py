@@ -24,16 +24,7 @@ from nestling.recipe import Recipe, from_dict
 from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
-from nestling.train.device import (
-    able,
-    cache_kernels,
-    cut,
-    first_line,
-    lacks_memory,
-    memory_explained,
-    pick_device,
-    say_once,
-)
+from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
@@ -54,20 +45,18 @@ class Training:
         until: float = float("inf"),
         startup: Startup | None = None,
         stop: Stop | None = None,
-        beside: int = 1,
     ) -> None:
         """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch.
-        `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch.
-        `beside`: how many trainings share the device."""
+        `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch."""
         self.recipe, self.run, self.until, self.startup = recipe, run, until, startup or Startup()
         self.stop = stop or Stop()
         with self.startup.step("device"):
             self.device = pick_device(recipe.train.device)
-        self.able = cut(recipe, beside)  # as this device can carry it out
+        self.able = recipe  # as this device can carry it out
         self.given_up: list[str] = []  # what it cannot
         if self.device.type == "cuda":
             cache_kernels()
-            self.able, self.given_up = able(self.able)
+            self.able, self.given_up = able(recipe)
             for message in self.given_up:
                 say_once(message)
         if data is None:

@@ -53,17 +53,17 @@ def prepare(
         run.write_recipe(recipe)
     with memory_explained(recipe, lambda: kept(run), beside):
         try:
-            training = Training(recipe, run, data, until, startup, stop, beside)
+            training = Training(recipe, run, data, until, startup, stop)
         except BaseException:
             if main and not resume:  # a folder with a recipe alone would look like a run
                 run.discard()
             raise
         if main:
             run.write_provenance(command, str(training.device), resumed=resume)
-            if training.device.type == "cuda":  # a reader of the numbers must know
+            if training.given_up:  # a reader of the numbers must know
                 origin = run.read_json(PROVENANCE)
                 part = origin.get("resumed", [origin])[-1]
-                part |= {"chip": training.able.train.chip, "given_up": training.given_up}
+                part["given_up"] = training.given_up
                 run.write_json(PROVENANCE, origin)
         if resume:
             training.restore()
@@ -121,8 +121,7 @@ def train_side_by_side(
 ) -> list[dict[str, Any]]:
     """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
 
-    Each run is what it would be alone: runs share the data in memory and nothing else. (Kernels cut their work so that others
-    fit beside; bit for bit the same as alone it is where `train.chip` says how.) Runs that were begun go on. After
+    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
     `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call; on Ctrl-C and
     SIGTERM after the step, with checkpoints of their last whole epochs (raises Stopped). Returns the results of the runs
     that are finished.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.combine import Report, Weighted
-from nestling.fused import Fused, suits
+from nestling.fused import PREFERRED, Fused, suits
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.nets import NestedNet
@@ -33,7 +33,7 @@ def worth_own_subnets(net: NestedNet) -> bool:
 def faster(net: NestedNet, train: TrainRecipe) -> Any:
     """The network's forward pass with its small operations fused: by kernels of our own where they fit, else by torch."""
     if train.precision == "bfloat16" and suits(net, train.batch):
-        return Fused(net, shared=train.chip == "shared")
+        return Fused(net)
     return torch.compile(net, fullgraph=True)
 
 
@@ -53,7 +53,7 @@ class Tasks:
         layout = from_owners(list(whole.items()), net.owners(), len(stages))
         self.rows = FlatRows(list(whole.values()), layout, [positions(net, stage) for stage in stages])
         on_cuda = self.rows.device.type == "cuda"
-        self.streams = [torch.cuda.Stream() for _ in stages] if on_cuda else []
+        self.streams = [torch.cuda.Stream(priority=PREFERRED) for _ in stages] if on_cuda else []
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Report]:
         last = len(self.nets) - 1

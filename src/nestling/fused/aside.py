@@ -1,0 +1,54 @@
+"""Weight gradients beside the backward pass: no kernel of it waits for them, so they fill what it leaves of the chip.
+
+In: work and what it reads. Out: its result, good on the pass's own stream from `Joined` on. Bits do not depend on it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFERRED = -1  # priority of the streams that a step waits for: what runs aside takes only what they leave
+AHEAD = 4  # layers by which the pass may be ahead: what their gradients read cannot be freed before
+
+
+class Aside:
+    """A stream beside the one a backward pass runs on."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.held: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
+
+    def run(self, work: Callable[..., Tensor], *reads: Any) -> Tensor:
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            found = work(*reads)
+        self.held.append((self.stream.record_event(), reads))
+        if len(self.held) > AHEAD:
+            main.wait_event(self.held.popleft()[0])
+        return found
+
+    def join(self) -> None:
+        """From here on the current stream may use everything, and what was read may go."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.held.clear()
+
+
+class Joined(torch.autograd.Function):
+    """(weights) -> the same. Their gradients pass here on their way out, after those who ran aside are waited for.
+
+    Called before all else in a forward pass, it is the last that autograd comes to on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, aside: Aside, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.aside = aside
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.aside.join()
+        return None, *grads
