@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.fused import Fused, launch, proof
+from nestling.fused.aside import Aside
 from nestling.fused.forward import Unit
 from nestling.fused.functions import Norm, NormRelu, NormReluConv
 from nestling.nets import NestedNet, build
@@ -42,7 +43,7 @@ def handed_on() -> int:
     moments = launch.moments_of(z_laid.detach())
     *_, first = NormRelu.apply(z_laid, moments, gamma, beta, Norm(None, 0.1, 1e-5))
     *_, second = NormReluConv.apply(
-        first, moments, gamma, beta, weight, shadow, None, None, Norm(None, 0.1, 1e-5), False, None
+        first, moments, gamma, beta, weight, shadow, None, None, Norm(None, 0.1, 1e-5), False, Aside(z.device)
     )
     found = torch.autograd.grad((3 * second).sum(), (z, gamma, weight), materialize_grads=True)
     for a, expected in zip(found, (3.0, 0.0, 0.0), strict=True):

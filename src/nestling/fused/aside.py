@@ -15,13 +15,15 @@ AHEAD = 4  # layers by which the pass may be ahead: what their gradients read ca
 
 
 class Aside:
-    """A stream beside the one a backward pass runs on."""
+    """A stream beside the one a backward pass runs on; on a CPU everything is done in its turn."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.held: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
 
     def run(self, work: Callable[..., Tensor], *reads: Any) -> Tensor:
+        if self.stream is None:
+            return work(*reads)
         main = torch.cuda.current_stream()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -33,8 +35,9 @@ class Aside:
 
     def join(self) -> None:
         """From here on the current stream may use everything, and what was read may go."""
-        torch.cuda.current_stream().wait_stream(self.stream)
-        self.held.clear()
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.held.clear()
 
 
 class Joined(torch.autograd.Function):

@@ -125,13 +125,12 @@ class Fused:
         self.masks = {n: m if m is None else m.contiguous(memory_format=torch.channels_last) for n, m in masks.items()}
         self.readers = count_readers(self.items, net.plan.heads)
         self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
-        self.aside = Aside() if self.shadow.flat.is_cuda else None
+        self.aside = Aside(self.shadow.flat.device)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.shadow.refresh()
-        weights: dict[str, Any] = {name: self.net.layer(name).weight for name in self.shadows}
-        if self.aside is not None:  # first of all: see Joined
-            weights = dict(zip(weights, Joined.apply(self.aside, *weights.values()), strict=True))
+        layers: list[Any] = [self.net.layer(name) for name in self.shadows]
+        weights = dict(zip(self.shadows, Joined.apply(self.aside, *(layer.weight for layer in layers)), strict=True))
         values = Values(self.readers)
         values.put(self.net.plan.input.name, x)
         moments: dict[str, Tensor] = {}

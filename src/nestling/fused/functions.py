@@ -45,7 +45,7 @@ class NormReluConv(torch.autograd.Function):
         shortcut: Tensor | None,
         norm: Norm,
         wants_moments: bool,
-        aside: Aside | None,
+        aside: Aside,
     ) -> tuple[Tensor, Tensor, Tensor]:
         affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         h = launch.norm_relu(z, affine)
@@ -66,11 +66,9 @@ class NormReluConv(torch.autograd.Function):
         if dy is None:  # only those who read `passed` have anything to say
             return passed, *[None] * 10
         dy = laid_out(dy, z)
-        splits = proof.splits(h, dy.shape[1])
-        if ctx.aside is None:
-            dw = launch.weight_gradient(h, dy, mask, splits)
-        else:
-            dw = ctx.aside.run(launch.weight_gradient, h, dy, mask, splits)
+        dw = None
+        if ctx.needs_input_grad[4]:
+            dw = ctx.aside.run(launch.weight_gradient, h, dy, mask, proof.splits(h, dy.shape[1]))
         cin = z.shape[1]
         tiles = proof.tiles(dy, cin, back=True)
         g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
