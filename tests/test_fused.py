@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn import grad
 
 from nestling.fused import Fused, launch, proof, suits
-from nestling.fused.aside import Joined
+from nestling.fused.aside import Aside, Joined
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
 from nestling.nets import NestedNet, build, plan
@@ -104,13 +106,16 @@ def test_tiles_are_those_measured_to_be_fast() -> None:
     assert len(rows) == 27
     for row in rows:
         pixels, channels, back = row["batch"] * row["side"] ** 2, row["channels"], row["kernel"] == "back"
-        known = [row["own"], row["shared"], *row["best"]]
+        known = [*(row[used] for used in ("own", "shared", "used") if used in row), *row["best"]]
+        splits = tuple(weight_splits(pixels, channels, channels))
         if row["kernel"] != "weights":
             timed = {tuple(each["choice"]): each["alone_us"] for each in known}
-            assert timed[tuple(conv_tiles(pixels, channels, channels, back))] <= 1.04 * row["own"]["alone_us"], row
-        elif (channels, row["side"]) != (32, 32):  # twice the programs of the best there: chosen by whole steps
+            assert timed[tuple(conv_tiles(pixels, channels, channels, back))] <= 1.04 * known[0]["alone_us"], row
+        elif (channels, row["side"]) == (32, 32):  # twice the programs of the best: by whole steps, docs/speed.md
+            assert splits == (32, 32, 128, 132, 4, 3)
+        else:
             timed = {tuple(each["choice"]): each["us"] for each in known}
-            assert timed[tuple(weight_splits(pixels, channels, channels))] <= 1.04 * row["best"][0]["us"], row
+            assert timed[splits] <= 1.04 * row["best"][0]["us"], row
 
 
 class Note(torch.autograd.Function):
@@ -133,16 +138,62 @@ def test_gradients_made_aside_are_waited_for_once_and_last() -> None:
     notes: list[str] = []
     aside: Any = SimpleNamespace(join=lambda: notes.append("join"))
     weights = [torch.tensor(value, requires_grad=True) for value in (2.0, 3.0, 5.0, 7.0)]
+    stem, frozen = torch.tensor(1.0, requires_grad=True), torch.tensor(11.0)
     seen: list[str] = []
     weights[0].register_hook(lambda _: seen.append(notes[-1]))
     for _ in range(2):  # the second is added to the first
-        joined = Joined.apply(aside, *weights)
-        x = torch.tensor(1.0, requires_grad=True)
+        *joined, still = Joined.apply(aside, *weights, frozen)
+        assert all(each.requires_grad for each in joined) and not still.requires_grad
+        x = Note.apply(torch.tensor(1.0), stem, "stem", notes)
         for name, weight in zip("abc", joined, strict=False):
             x = Note.apply(x, weight, name, notes)
         x.backward()
-    assert notes == ["c", "b", "a", "join"] * 2 and seen == ["join", "join"]
-    assert [None if w.grad is None else float(w.grad) for w in weights] == [30.0, 20.0, 12.0, None]
+    assert notes == ["c", "b", "a", "stem", "join"] * 2 and seen == ["join", "join"]
+    assert [None if w.grad is None else float(w.grad) for w in (*weights, stem)] == [30.0, 20.0, 12.0, None, 60.0]
+
+
+class Lane:
+    """A stream that only writes down what it is told; its events are numbers."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.events = name, notes, 0
+
+    def wait_stream(self, other: "Lane") -> None:
+        self.notes.append(f"{self.name} after {other.name}")
+
+    def wait_event(self, event: int) -> None:
+        self.notes.append(f"{self.name} after {event}")
+
+    def record_event(self) -> int:
+        self.events += 1
+        return self.events
+
+    @contextmanager
+    def entered(self, lane: "Lane") -> Iterator[None]:
+        self.notes.append(f"in {lane.name}")
+        yield
+
+
+def test_what_runs_aside_follows_the_pass_at_most_four_layers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    main, side = Lane("main", notes), Lane("side", notes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", side.entered)
+    aside = Aside(torch.device("cpu"))
+    assert aside.run(torch.neg, torch.ones(1)) == -1 and notes == [], "on a CPU in its turn"
+    aside.stream = side  # type: ignore[assignment]
+    for layer in range(6):
+        assert aside.run(torch.neg, torch.tensor(float(layer))) == -layer
+    assert notes == ["side after main", "in side"] * 5 + ["main after 1"] + [
+        "side after main",
+        "in side",
+        "main after 2",
+    ]
+    assert [float(read) for _, (read,) in aside.held] == [2, 3, 4, 5], "held until they have been read"
+    notes.clear()
+    aside.join()
+    aside.join()
+    assert notes == ["main after 6"] and not aside.held
 
 
 def test_no_kernels_on_a_cpu() -> None:

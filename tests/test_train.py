@@ -23,6 +23,7 @@ from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, 
 from nestling.recipes import RECIPES, named
 from nestling.rundir import RunDir
 from nestling.train import Training, train, train_side_by_side
+from nestling.train import run as run_module
 from nestling.train.schedule import learning_rate
 from nestling.train.step import Step
 
@@ -187,6 +188,21 @@ def test_a_run_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
     train(digits(), str(tmp_path / "older"), resume=True, quiet=True)
     for key, value in weights(tmp_path / "whole").items():
         assert torch.equal(value, weights(tmp_path / "older")[key]), key
+
+
+def test_what_a_device_cannot_do_stands_with_the_part_of_the_run_that_did_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Old(Training):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.given_up = ["no bfloat16 here"]
+
+    train(digits(), str(tmp_path / "begun"), quiet=True, seconds=0.0)
+    monkeypatch.setattr(run_module, "Training", Old)
+    train(digits(), str(tmp_path / "begun"), resume=True, quiet=True)
+    found = RunDir(tmp_path / "begun").read_json("provenance.json")
+    assert "given_up" not in found and found["resumed"][-1]["given_up"] == ["no bfloat16 here"]
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:

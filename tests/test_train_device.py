@@ -18,12 +18,14 @@ from nestling import evaluate
 from nestling.combine import OSGD
 from nestling.data import MemorySplit, load
 from nestling.errors import NestlingError
+from nestling.fused import Fused
 from nestling.nets import build
 from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
 from nestling.rundir import RunDir
 from nestling.train import Training, device, engine, progress, train, train_side_by_side
 from nestling.train.device import able, lacks_memory, memory_explained, pick_device
 from nestling.train.ended import Ended, Moment, leaving_together
+from nestling.train.loop import make_optimizer
 from nestling.train.progress import Startup
 from nestling.train.step import Step
 from nestling.train.tasks import Tasks
@@ -350,7 +352,9 @@ def test_graph_runs_side_by_side_are_what_they_are_alone(tmp_path: Path, strateg
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("strategy", ["sgd", "osgd"])
-def test_runs_by_our_kernels_get_the_same_bits_alone_and_side_by_side(tmp_path: Path, strategy: str) -> None:
+def test_runs_by_our_kernels_get_the_same_bits_alone_and_side_by_side(
+    tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ("train.precision=bfloat16", "train.compile=true", f"strategy.name={strategy}")
     recipes = [synthetic(*settings, f"train.seed={seed}") for seed in range(2)]
     torch.backends.cudnn.deterministic = True
@@ -359,9 +363,38 @@ def test_runs_by_our_kernels_get_the_same_bits_alone_and_side_by_side(tmp_path: 
         train(recipes[1], str(tmp_path / "alone"), quiet=True)
     finally:
         torch.backends.cudnn.deterministic = False
+    assert "could not be" not in capsys.readouterr().err, "by our kernels, in a graph"
     beside, alone, other = (weights(tmp_path / name) for name in ("beside1", "alone", "beside0"))
     assert all(torch.equal(beside[key], alone[key]) for key in alone)
     assert not all(torch.equal(other[key], alone[key]) for key in alone), "another seed"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("strategy", ["sgd", "osgd"])
+def test_a_captured_step_gives_the_same_bits_with_and_without_a_stream_aside(strategy: str) -> None:
+    half = torch.full((3,), 0.5, device="cuda")
+    images = torch.randint(0, 256, (640, 3, 32, 32), dtype=torch.uint8, device="cuda")
+    split = MemorySplit(images, torch.randint(0, 10, (640,), device="cuda"), half, half, pad=4, flip=True)
+    recipe = synthetic("train.precision=bfloat16", f"strategy.name={strategy}")
+    found = []
+    torch.backends.cudnn.deterministic = True
+    try:
+        for aside in (True, False):
+            net = build(recipe.network, generator=torch.Generator().manual_seed(1))
+            net = net.to("cuda", memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+            step = Step(net, make_optimizer(net, recipe, torch.device("cuda")), recipe, compiled=True)
+            passes = step.tasks.nets if step.tasks is not None else [step.forward]
+            for each in passes:
+                assert isinstance(each, Fused) and each.aside.stream is not None
+                each.aside.stream = each.aside.stream if aside else None
+            graph = engine.start("graph", step, split, 64)  # which has no other way to go on
+            for _ in graph.epoch(torch.Generator().manual_seed(2), [0.01] * graph.steps):
+                pass
+            torch.cuda.synchronize()
+            found.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    finally:
+        torch.backends.cudnn.deterministic = False
+    assert torch.equal(*found)
 
 
 @pytest.mark.cuda

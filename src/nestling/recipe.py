@@ -197,15 +197,13 @@ def from_dict(found: Any) -> Recipe:
 
 
 LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
-GONE = {"chip"}  # fields that recipes once had; what they said no longer makes a difference
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
-    """found, if it is a mapping with exactly the fields of kind; later ones may be missing, and those gone be there."""
+    """found, if it is a mapping with exactly the fields of kind; those that came later may be missing."""
     expected = set(hints(kind))
     if not isinstance(found, dict):
         raise NestlingError(f"{what} should be a JSON object with fields {', '.join(hints(kind))}; found {found!r}")
-    found = {name: value for name, value in found.items() if name not in GONE}
     if unknown := sorted(set(found) - expected):
         raise NestlingError(
             f"{what} has an unknown field {unknown[0]!r}; did you mean {nearest(unknown[0], expected)}? "

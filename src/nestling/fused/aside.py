@@ -1,6 +1,7 @@
 """Weight gradients beside the backward pass: no kernel of it waits for them, so they fill what it leaves of the chip.
 
-In: work and what it reads. Out: its result, good on the pass's own stream from `Joined` on. Bits do not depend on it.
+In: work and what it reads. Out: its result, good on the pass's own stream from `Joined` on. Bits do not depend on it. Results lie
+in the side stream's memory; they may be freed at any time, since whatever runs there next waits for those who used them.
 """
 
 from collections import deque
@@ -30,26 +31,31 @@ class Aside:
             found = work(*reads)
         self.held.append((self.stream.record_event(), reads))
         if len(self.held) > AHEAD:
-            main.wait_event(self.held.popleft()[0])
+            main.wait_event(self.held[0][0])
+            self.held.popleft()
         return found
 
     def join(self) -> None:
         """From here on the current stream may use everything, and what was read may go."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        if self.held:  # the newest is the last that was begun
+            torch.cuda.current_stream().wait_event(self.held[-1][0])
             self.held.clear()
 
 
 class Joined(torch.autograd.Function):
     """(weights) -> the same. Their gradients pass here on their way out, after those who ran aside are waited for.
 
-    Called before all else in a forward pass, it is the last that autograd comes to on the way back."""
+    Called before all else in a forward pass, it is the last that autograd comes to on the way back; a pass that ran anything
+    aside must ask for the gradient of at least one weight, or it does not come here."""
 
     @staticmethod
     def forward(ctx: Any, aside: Aside, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.aside = aside
         ctx.set_materialize_grads(False)
-        return tuple(weight.view_as(weight) for weight in weights)
+        found = tuple(weight.view_as(weight) for weight in weights)
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(each for each, wanted in zip(found, needed, strict=True) if not wanted))
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -68,6 +68,7 @@ def weight_splits(pixels: int, cin: int, cout: int) -> Splits:
         return Splits(64, power(cout), power(3 * cin), programs, 4, 3)
     if cin <= 32 >= cout and pixels >= 2**15:
         return Splits(32, power(cout), power(3 * cin), programs, 4, 3)
+    # `large` here means more than 128 images: three times the programs as timed alone, not yet beside the pass
     return Splits(64, min(64, power(cout)), min(64, power(cin)), 3 * PROCESSORS if large else programs, 4, 3)
 
 
