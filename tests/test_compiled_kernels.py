@@ -1,0 +1,108 @@
+"""Every Triton kernel compiled for GPUs that are not here: Triton's compiler needs none.
+
+What a pass would launch is written down instead of launched, on a CPU, and each of it then compiled to a GPU's machine code.
+Whether it computes what it should is checked elsewhere: by the interpreter (interpreted_*.py) and, where there is one, on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_gradients import batch, losses_of, make
+
+from nestling.combine import OSGD
+from nestling.fused import Fused
+from nestling.gradients import Accumulator, kernels
+from nestling.nets import build
+from nestling.nets.within import within
+from nestling.recipe import NetworkRecipe
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from nestling.fused import jitted as fused  # noqa: E402
+from nestling.gradients import jitted as gradients  # noqa: E402
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32"
+}  # fmt: skip
+CHIPS = {80: 163, 90: 227}  # compute capability -> KiB of shared memory that a program may have: A100, H100 and H200
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+
+    def compiled(self, chip: int) -> Any:
+        # torch's memory begins at multiples of 16 bytes, which is what lets loads be wide and go behind the program's back
+        aligned = {(i,): [["tt.divisibility", 16]] for i, (_, kind) in enumerate(self.types) if kind.startswith("*")}
+        source = ASTSource(self.kernel, dict(self.types), dict(self.constants), aligned)
+        return triton.compile(source, target=GPUTarget("cuda", chip, 32), options={"num_warps": self.warps})
+
+
+def launches(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
+    """What `work` would launch. Nothing is computed, so its results mean nothing."""
+    found: set[Launch] = set()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        types = tuple((name, "constexpr" if name in constant else kind_of(given[name])) for name in kernel.arg_names)
+        found.add(
+            Launch(kernel, types, tuple((name, given[name]) for name in sorted(constant)), options.get("num_warps", 4))
+        )
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    work()
+    monkeypatch.undo()
+    return found
+
+
+def kind_of(value: Any) -> str:
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
+
+
+def passes(name: str) -> Callable[[], None]:
+    """A forward and a backward pass by every stage's subnetwork, and by the whole: one block of layers of each size."""
+
+    def work() -> None:
+        net = build(NetworkRecipe(name=name, blocks=(8, 8, 8) if name.startswith("depth") else (1, 1, 1)))
+        net = net.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        x = torch.zeros(128, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        for each in (net, *(within(net, stage) for stage in range(1, len(net.plan.heads)))):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = Fused(each)(x)
+            sum(each.float().sum() for each in logits).backward()  # type: ignore[union-attr]
+
+    return work
+
+
+def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def work() -> None:
+        monkeypatch.setattr(kernels, "usable", lambda tensor, tasks: True)
+        for name, scope in (("nested", "all"), ("sliced", "block"), ("tree", "tensor")):
+            net = make(name)
+            Accumulator(net, OSGD(scope=scope), check=False).backward(losses_of(net, *batch()))
+
+    return work
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = passes("width-resnet42"), passes("depth-sparse98"), combining(monkeypatch)
+    found = set.union(*(launches(work, monkeypatch) for work in works))
+    every = {kernel for room in (fused, gradients) for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
+    entered = {kernel for kernel in every if not kernel.fn.__name__.startswith("_")}  # the others are parts of these
+    assert {each.kernel for each in found} == entered and len(found) > 100
+    for each in found:
+        for chip, room in CHIPS.items():
+            made = each.compiled(chip)
+            assert made.asm["cubin"] and made.metadata.shared <= room * 1024, (each, made.metadata.shared)
