@@ -187,6 +187,17 @@ def test_times_measured_under_other_conditions_are_left_out(runs: Path, tmp_path
     assert "1 run measured under other conditions" in Path(written["report"]).read_text()
 
 
+def test_a_machine_that_was_busy_while_it_timed_is_told_of(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "osgd-0", tmp_path / "osgd-0")
+    path = tmp_path / "osgd-0" / "profile.json"
+    profile = json.loads(path.read_text())
+    for slow, told in ((1.5, False), (3.0, True)):
+        trace = [[1.0, 2.0, 4.0 * (slow if repeat % 10 == 0 else 1)] for repeat in range(100)]
+        path.write_text(json.dumps(profile | {"trace_ms": trace, "repeats": 100}))
+        written = report.command((str(tmp_path),), out=str(tmp_path / "report.html"))
+        assert ("The machine was busy while it timed osgd-0" in Path(written["report"]).read_text()) == told
+
+
 def test_the_deadline_study_is_the_rooms_own(runs: Path) -> None:
     """One seed, one profile each: the report's rows are deadline.study's."""
     names = ["osgd-0", *(f"alone-{stage}-0" for stage in (1, 2, 3))]

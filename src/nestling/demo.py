@@ -6,18 +6,18 @@ finished already is not done again, so a demo that was stopped goes on. It is no
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nestling import cost, report
-from nestling.evaluate import trained
+from nestling import profile, report
+from nestling.cost import PROFILE
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe
 from nestling.recipes import named
 from nestling.rundir import RECIPE, RESULTS, RunDir
@@ -25,6 +25,7 @@ from nestling.train import train
 
 NESTS = ("digits-width", "digits-depth")
 BASELINES = ("digits-even", "digits-cascade")
+T = TypeVar("T")
 
 
 def runs(epochs: int) -> Iterator[tuple[str, Recipe]]:
@@ -60,28 +61,40 @@ def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats:
     """
     todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as live:
-        bar = live.add_task("training on the digits", total=len(todo))
+    with Steps() as live:
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-            for future in as_completed(pool.submit(train_one, recipe, path) for recipe, path in todo):
+            futures = [pool.submit(train_one, recipe, path) for recipe, path in todo]
+            for future in live.through("training on the digits", as_completed(futures), len(todo)):
                 future.result()
-                live.advance(bar)
-        bar = live.add_task("timing every stage", total=len(todo))
-        for _, path in todo:  # alone on the machine now, so the times mean something
+        for _, path in live.through("timing every stage", todo, len(todo)):  # alone on the machine now
             time_one(path, repeats)
-            live.advance(bar)
-        live.add_task("writing the report", total=None)
-        found = report.command(tuple(path for _, path in todo), str(Path(out) / "report.html"))
+        for page in live.through("writing the report", [str(Path(out) / "report.html")], 1):
+            found = report.command(tuple(path for _, path in todo), page)
     return found
 
 
+class Steps(Progress):
+    """A bar for each step of the work; where there is no terminal, a line for each piece of it that is done."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+
+    def through(self, what: str, pieces: Iterable[T], count: int) -> Iterator[T]:
+        bar = self.add_task(what, total=count)
+        for number, piece in enumerate(pieces, 1):
+            yield piece
+            self.advance(bar)
+            if self.disable:
+                self.console.print(f"{what}: {number} of {count}")
+
+
 def time_one(path: str, repeats: int) -> None:
+    """By the engine that would answer: the fastest there is."""
     run = RunDir.open(path)
-    if not run.has("profile.json") and run.has(RESULTS):
-        run, net, data = trained(path)
-        x, _ = next(data.test.batches(1))
-        cost.save_profile(run, cost.measure(net, x, repeats, threads=1))
+    if not run.has(PROFILE) and run.has(RESULTS):
+        profile.command(path, device="cpu", repeats=repeats)
 
 
 def show(result: dict[str, Any]) -> Any:

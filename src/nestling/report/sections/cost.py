@@ -1,5 +1,6 @@
 """What an answer costs: error against MACs and against measured latency, and what has not been measured."""
 
+from nestling.cost import Latency
 from nestling.report.content import (
     Block,
     Cell,
@@ -17,6 +18,8 @@ from nestling.report.families import ALONE
 from nestling.report.figures import cost as figures
 from nestling.report.latency import times
 from nestling.report.subject import Subject, pictures
+
+BUSY = 2  # times the median that one answer in twenty may take before the reader is told
 
 
 def cost(about: Subject) -> Section:
@@ -64,7 +67,21 @@ def unmeasured(about: Subject) -> list[Block]:
             notes.append(
                 Note(f"{family.name}: {count} measured under other conditions than most; left out of the times.")
             )
+    uneven = [run.name for family in about.families for run in family.runs if run.latency and ratio(run.latency) > BUSY]
+    if uneven:
+        notes.append(
+            Note(
+                f"The machine was busy while it timed {listed(uneven)} (one answer in twenty took more than {BUSY} times the "
+                "median). Medians stand that, deadline studies do not: delete profile.json there and time it again on a quiet "
+                "machine."
+            )
+        )
     return notes
+
+
+def ratio(latency: Latency) -> float:
+    """How much longer than the median one of twenty answers takes, at the last stage."""
+    return latency.percentile(95)[-1] / latency.median()[-1]
 
 
 def latency_table(about: Subject) -> list[Block]:

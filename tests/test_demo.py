@@ -1,0 +1,27 @@
+"""The demo from end to end, with one epoch: runs, times by the engine that answers, a report, and a word after each piece."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nestling import demo
+from nestling.cost import load_profile
+from nestling.rundir import RunDir
+
+
+@pytest.mark.slow
+def test_the_demo_trains_times_and_reports_and_does_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = demo.command(str(tmp_path), epochs=1, workers=1, repeats=3)
+    names = [name for name, _ in demo.runs(1)]
+    assert len(names) == 12 and Path(found["report"]).read_text().count("<section") > 5
+    profiles = [load_profile(RunDir(tmp_path / name)) for name in names]
+    assert {(each.engine, each.threads, len(each.trace)) for each in profiles} == {("onnxruntime", 1, 3)}
+    said = capsys.readouterr().err
+    assert "training on the digits: 12 of 12" in said and "timing every stage: 12 of 12" in said, "there is no terminal"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.json")}
+    assert json.loads((tmp_path / names[0] / "provenance.json").read_text())["command"] == "nestling demo"
+    demo.command(str(tmp_path), epochs=1, workers=1, repeats=3)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.json")} == before
