@@ -13,7 +13,7 @@ for (const gallery of document.querySelectorAll(".gallery")) {
   const update = () => {
     const now = (end * input.value) / 1000;
     const done = measured ? times.filter((time) => time <= now).length : Math.floor(now);
-    const when = measured ? `After ${short(now)} ` : "";
+    const when = measured ? `By ${short(now)} ` : "";
     const error = done ? `${(100 * errors[done - 1]).toFixed(2)} % error` : "";
     output.replaceChildren(
       ...(done
