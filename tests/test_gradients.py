@@ -1,6 +1,7 @@
 """Gradients: sgd-sum is plain backward on every kind of net and precision; rows, accumulation, refresh, errors."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -445,6 +446,49 @@ def test_refresh_needs_one_weight_per_task(combine: Weighted) -> None:
     net = make("nested")
     with pytest.raises(NestlingError, match="scope='all'"):
         Accumulator(net, combine, refresh=2).backward(losses_of(net, *batch()))
+
+
+# Freezing and unfreezing is followed from step to step.
+
+
+@both
+@pytest.mark.parametrize("at_first", [True, False], ids=["frozen later", "unfrozen later"])
+@pytest.mark.parametrize("name", ["nested", "sliced"])  # owners found from the graph, and given
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(name: str, at_first: bool, diagnose: bool) -> None:
+    net = make(name)
+    first = list(net.parameters())[:2]
+    for p in first:
+        p.requires_grad_(at_first)
+    rows = Accumulator(net, SumSGD(), diagnose=diagnose)
+    used: dict[bool, object] = {}
+    for needed in (at_first, not at_first, at_first, not at_first):
+        for p in first:
+            p.requires_grad_(needed)
+        wanted = plain(net, losses_of(net, *batch()))
+        with NoWaiting() if needed in used else nullcontext():  # planned at the first step with these parameters only
+            rows.backward(losses_of(net, *batch()))
+        assert_same(gradients(net), wanted)
+        assert rows.now.used is used.setdefault(needed, rows.now.used)  # what a captured CUDA graph reads from
+
+
+def test_weights_are_found_anew_for_other_parameters() -> None:
+    net = make("nested")
+    rows = Accumulator(net, OSGD(), refresh=3)
+    refreshed = [rows.backward(losses_of(net, *batch())).refreshed for _ in range(2)]
+    net.get_parameter("stages.0.0.weight").requires_grad_(False)
+    refreshed += [rows.backward(losses_of(net, *batch())).refreshed for _ in range(2)]
+    assert refreshed == [True, False, True, False]
+
+
+def test_freezing_amid_a_step_is_refused_in_words() -> None:
+    net = make("nested")
+    rows = Accumulator(net, OSGD())
+    rows.add(losses_of(net, *batch()))
+    net.get_parameter("stages.0.0.weight").requires_grad_(False)
+    with pytest.raises(NestlingError, match=r"stages.0.0.weight was frozen .* call fill first"):
+        rows.add(losses_of(net, *batch()))
+    rows.fill()
+    rows.add(losses_of(net, *batch()))
 
 
 # No waiting for the device.

@@ -18,7 +18,7 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def named(params: Params) -> Named:
-    """Trainable parameters with names, each once, checked."""
+    """Parameters with names, each once."""
     if isinstance(params, nn.parallel.DistributedDataParallel):
         refuse_wrapped(list(params.parameters()))
     if isinstance(params, torch.optim.Optimizer):
@@ -33,13 +33,18 @@ def named(params: Params) -> Named:
                 f"(name, tensor) pairs or a module, such as model.parameters()"
             )
         found.append((name, tensor))
-    trainable = list({id(p): (name, p) for name, p in found if p.requires_grad}.values())
-    if not trainable:
+    return list({id(p): (name, p) for name, p in found}.values())
+
+
+def trainable(parameters: Named) -> Named:
+    """Those that need a gradient, checked."""
+    found = [(name, p) for name, p in parameters if p.requires_grad]
+    if not found:
         raise NestlingError(
-            f"none of the {len(found)} parameters needs a gradient: expected at least one with "
+            f"none of the {len(parameters)} parameters needs a gradient: expected at least one with "
             f"requires_grad=True; unfreeze some, or pass the right model's parameters"
         )
-    for name, p in trainable:
+    for name, p in found:
         if hasattr(p, "placements"):  # a DTensor
             raise NestlingError(
                 f"{name} is sharded over ranks (DTensor, as FSDP makes them): expected whole parameters on every rank, "
@@ -50,13 +55,13 @@ def named(params: Params) -> Named:
                 f"{name} is the result of an operation, not a leaf: expected parameters, whose "
                 f".grad an optimizer reads; pass the tensors it was made from"
             )
-    if len({p.device for _, p in trainable}) > 1:
-        places = ", ".join(sorted({str(p.device) for _, p in trainable}))
+    if len({p.device for _, p in found}) > 1:
+        places = ", ".join(sorted({str(p.device) for _, p in found}))
         raise NestlingError(
             f"the parameters lie on several devices ({places}): expected one; call backward once "
             f"per device, or move the model"
         )
-    return trainable
+    return found
 
 
 def check_combine(combine: object) -> None:
