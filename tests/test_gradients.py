@@ -535,7 +535,7 @@ class Wrong:
 
 WRONG = [
     Wrong("a vector", r"task 1 has shape \(2,\)", lambda n, ls: backward([ls[0], torch.stack(ls[:2])], n, OSGD())),
-    Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),  # type: ignore[arg-type]
+    Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),
     Wrong("no losses", "found 0 losses", lambda n, ls: backward([], n, OSGD())),
     Wrong("a float", "task 0 is a float", lambda n, ls: backward([1.0, *ls], n, OSGD())),  # type: ignore[list-item]
     Wrong("a dict", r"list\(losses.values", lambda n, ls: backward(dict(enumerate(ls)), n, OSGD())),  # type: ignore[arg-type]
@@ -546,6 +546,9 @@ WRONG = [
         "params is an optimizer",
         lambda n, ls: backward(ls, torch.optim.SGD(n.parameters()), OSGD()),  # type: ignore[arg-type]
     ),
+    Wrong("swapped", "losses is a Nested: .*the losses come first", lambda n, ls: backward(n, ls, OSGD())),  # type: ignore[arg-type]
+    Wrong("swapped parameters", "losses come first", lambda n, ls: backward(n.parameters(), ls, OSGD())),
+    Wrong("a number", "losses is a float: expected a list", lambda n, ls: backward(1.0, n, OSGD())),  # type: ignore[arg-type]
     Wrong("no graph", "task 2 has no graph", lambda n, ls: backward([*ls[:2], ls[2].detach()], n, OSGD())),
     Wrong("order", "permutation", lambda n, ls: backward(ls, n, OSGD(order=[0, 1]))),
     Wrong("k", "importance has 2 numbers for 3", lambda n, ls: backward(ls, n, SGD(importance=[1, 2]))),
@@ -571,6 +574,14 @@ def test_wrong_use_is_refused_in_words(wrong: Wrong) -> None:
         wrong.act(net, losses)
     if wrong.name != "used twice":
         assert gradients(net) == before  # `.grad` was left alone
+
+
+@both
+def test_losses_may_come_from_a_generator(diagnose: bool) -> None:
+    net = make("nested")
+    wanted = plain(net, losses_of(net, *batch()))
+    backward((loss for loss in losses_of(net, *batch())), net, SumSGD(), diagnose=diagnose)
+    assert_same(gradients(net), wanted)
 
 
 def owner_case(owners: dict[str, Tensor], words: str) -> None:

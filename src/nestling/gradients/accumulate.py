@@ -6,7 +6,7 @@ optimizer, scheduler, clipping rule and parameter group follows. It does not kno
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
@@ -137,17 +137,17 @@ class Accumulator(Generic[R]):
         self.pending: list[Reduction] = []
         self.scale: Tensor | None = None
 
-    def backward(self, losses: Sequence[Tensor]) -> R:
+    def backward(self, losses: Iterable[Tensor]) -> R:
         """Add the losses' gradients and fill `.grad`: a whole step."""
         self.add(losses, final=True)
         return self.fill()
 
-    def add(self, losses: Sequence[Tensor], *, final: bool = False) -> None:
+    def add(self, losses: Iterable[Tensor], *, final: bool = False) -> None:
         """Run the backward passes of one micro-batch and add its rows.
 
         With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
         """
-        check_losses(losses)
+        losses = check_losses(losses)
         self._follow()
         if self.micro == 0:
             self._clear()
@@ -372,7 +372,7 @@ class Accumulator(Generic[R]):
 
 
 def backward(
-    losses: Sequence[Tensor],
+    losses: Iterable[Tensor],
     params: Params,
     combine: Combiner[R],
     *,
@@ -387,6 +387,7 @@ def backward(
     `params`: a module or its parameters; the options are those of Accumulator, which does the same with less
     planning per step. Adds to `.grad` as torch does, so call `optimizer.zero_grad()` as always.
     """
+    losses = check_losses(losses)  # first: where the arguments are swapped, this says so
     once = Accumulator(params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check)
     return once.backward(losses)
 

@@ -73,8 +73,8 @@ def check_combine(combine: object) -> None:
         )
 
 
-def check_losses(losses: Sequence[Tensor]) -> None:
-    """Raise unless these are one or more scalar losses that hang on a graph."""
+def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
+    """The losses as a list; raise unless they are one or more scalars that hang on a graph."""
     if isinstance(losses, Tensor):
         raise NestlingError(
             f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
@@ -84,6 +84,17 @@ def check_losses(losses: Sequence[Tensor]) -> None:
         raise NestlingError(
             "losses is a mapping: expected a list with one scalar per task, whose places order and importance speak of; "
             "pass list(losses.values())"
+        )
+    if isinstance(losses, nn.Module) or not isinstance(losses, Iterable):
+        raise NestlingError(
+            f"losses is a {type(losses).__name__}: expected a list with one scalar per task; the losses come first, "
+            f"backward(losses, model, combine)"
+        )
+    losses = list(losses)
+    if any(isinstance(loss, nn.Parameter) for loss in losses):
+        raise NestlingError(
+            "losses holds parameters: expected one scalar per task; the losses come first, "
+            "backward(losses, model, combine)"
         )
     if not 1 <= len(losses) <= MOST_TASKS:
         raise NestlingError(f"found {len(losses)} losses: expected 1 to {MOST_TASKS}, one per task")
@@ -103,6 +114,7 @@ def check_losses(losses: Sequence[Tensor]) -> None:
                 f"parameters; was it made under no_grad, detached, or from a model in which "
                 f"everything is frozen?"
             )
+    return losses
 
 
 def refuse_nonfinite(losses: Sequence[Tensor]) -> None:
