@@ -299,6 +299,17 @@ def test_a_scaler_skips_the_step_of_an_overflow() -> None:
         assert torch.equal(p, before[name])
 
 
+def test_only_the_given_parameters_get_gradients() -> None:
+    net = make("two tasks")
+    encoder, head = net.get_submodule("encoder"), net.get_submodule("classify")
+    backward(losses_of(net, *batch()), encoder, OSGD())
+    assert [name for name, grad in gradients(net).items() if grad is None] == [
+        f"{name}.{kind}" for name in ("classify", "regress") for kind in ("weight", "bias")
+    ]
+    backward(losses_of(net, *batch()), [*encoder.parameters(), *head.parameters()], OSGD())
+    assert all(p.grad is not None for p in head.parameters())
+
+
 # Rows are stored only where owned, and a task's backward runs only through its own subnetwork.
 
 
