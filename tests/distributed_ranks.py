@@ -51,7 +51,9 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
     rows = Accumulator(net, combine, refresh=3 if option == "refresh" else 1, diagnose=option == "rows")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
     g = torch.Generator().manual_seed(1)
-    for _ in range(6):
+    for step in range(6):
+        if option == "freeze":
+            net.stages[0].requires_grad_(step % 3 == 1)
         x, y = torch.randn(16, 8, generator=g), torch.randint(4, (16,), generator=g)
         x, y = x.view(2, 8, 8), y.view(2, 8)  # half a batch for each of two ranks
         mine = x[rank::ranks].flatten(0, 1), y[rank::ranks].flatten()

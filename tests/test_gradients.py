@@ -1,6 +1,7 @@
 """Gradients: sgd-sum is plain backward on every kind of net and precision; rows, accumulation, refresh, errors."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -298,6 +299,17 @@ def test_a_scaler_skips_the_step_of_an_overflow() -> None:
         assert torch.equal(p, before[name])
 
 
+def test_only_the_given_parameters_get_gradients() -> None:
+    net = make("two tasks")
+    encoder, head = net.get_submodule("encoder"), net.get_submodule("classify")
+    backward(losses_of(net, *batch()), encoder, OSGD())
+    assert [name for name, grad in gradients(net).items() if grad is None] == [
+        f"{name}.{kind}" for name in ("classify", "regress") for kind in ("weight", "bias")
+    ]
+    backward(losses_of(net, *batch()), [*encoder.parameters(), *head.parameters()], OSGD())
+    assert all(p.grad is not None for p in head.parameters())
+
+
 # Rows are stored only where owned, and a task's backward runs only through its own subnetwork.
 
 
@@ -447,6 +459,49 @@ def test_refresh_needs_one_weight_per_task(combine: Weighted) -> None:
         Accumulator(net, combine, refresh=2).backward(losses_of(net, *batch()))
 
 
+# Freezing and unfreezing is followed from step to step.
+
+
+@both
+@pytest.mark.parametrize("at_first", [True, False], ids=["frozen later", "unfrozen later"])
+@pytest.mark.parametrize("name", ["nested", "sliced"])  # owners found from the graph, and given
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(name: str, at_first: bool, diagnose: bool) -> None:
+    net = make(name)
+    first = list(net.parameters())[:2]
+    for p in first:
+        p.requires_grad_(at_first)
+    rows = Accumulator(net, SumSGD(), diagnose=diagnose)
+    used: dict[bool, object] = {}
+    for needed in (at_first, not at_first, at_first, not at_first):
+        for p in first:
+            p.requires_grad_(needed)
+        wanted = plain(net, losses_of(net, *batch()))
+        with NoWaiting() if needed in used else nullcontext():  # planned at the first step with these parameters only
+            rows.backward(losses_of(net, *batch()))
+        assert_same(gradients(net), wanted)
+        assert rows.now.used is used.setdefault(needed, rows.now.used)  # what a captured CUDA graph reads from
+
+
+def test_weights_are_found_anew_for_other_parameters() -> None:
+    net = make("nested")
+    rows = Accumulator(net, OSGD(), refresh=3)
+    refreshed = [rows.backward(losses_of(net, *batch())).refreshed for _ in range(2)]
+    net.get_parameter("stages.0.0.weight").requires_grad_(False)
+    refreshed += [rows.backward(losses_of(net, *batch())).refreshed for _ in range(2)]
+    assert refreshed == [True, False, True, False]
+
+
+def test_freezing_amid_a_step_is_refused_in_words() -> None:
+    net = make("nested")
+    rows = Accumulator(net, OSGD())
+    rows.add(losses_of(net, *batch()))
+    net.get_parameter("stages.0.0.weight").requires_grad_(False)
+    with pytest.raises(NestlingError, match=r"stages.0.0.weight was frozen .* call fill first"):
+        rows.add(losses_of(net, *batch()))
+    rows.fill()
+    rows.add(losses_of(net, *batch()))
+
+
 # No waiting for the device.
 
 
@@ -491,7 +546,7 @@ class Wrong:
 
 WRONG = [
     Wrong("a vector", r"task 1 has shape \(2,\)", lambda n, ls: backward([ls[0], torch.stack(ls[:2])], n, OSGD())),
-    Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),  # type: ignore[arg-type]
+    Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),
     Wrong("no losses", "found 0 losses", lambda n, ls: backward([], n, OSGD())),
     Wrong("a float", "task 0 is a float", lambda n, ls: backward([1.0, *ls], n, OSGD())),  # type: ignore[list-item]
     Wrong("a dict", r"list\(losses.values", lambda n, ls: backward(dict(enumerate(ls)), n, OSGD())),  # type: ignore[arg-type]
@@ -502,6 +557,9 @@ WRONG = [
         "params is an optimizer",
         lambda n, ls: backward(ls, torch.optim.SGD(n.parameters()), OSGD()),  # type: ignore[arg-type]
     ),
+    Wrong("swapped", "losses is a Nested: .*the losses come first", lambda n, ls: backward(n, ls, OSGD())),  # type: ignore[arg-type]
+    Wrong("swapped parameters", "losses come first", lambda n, ls: backward(n.parameters(), ls, OSGD())),
+    Wrong("a number", "losses is a float: expected a list", lambda n, ls: backward(1.0, n, OSGD())),  # type: ignore[arg-type]
     Wrong("no graph", "task 2 has no graph", lambda n, ls: backward([*ls[:2], ls[2].detach()], n, OSGD())),
     Wrong("order", "permutation", lambda n, ls: backward(ls, n, OSGD(order=[0, 1]))),
     Wrong("k", "importance has 2 numbers for 3", lambda n, ls: backward(ls, n, SGD(importance=[1, 2]))),
@@ -527,6 +585,14 @@ def test_wrong_use_is_refused_in_words(wrong: Wrong) -> None:
         wrong.act(net, losses)
     if wrong.name != "used twice":
         assert gradients(net) == before  # `.grad` was left alone
+
+
+@both
+def test_losses_may_come_from_a_generator(diagnose: bool) -> None:
+    net = make("nested")
+    wanted = plain(net, losses_of(net, *batch()))
+    backward((loss for loss in losses_of(net, *batch())), net, SumSGD(), diagnose=diagnose)
+    assert_same(gradients(net), wanted)
 
 
 def owner_case(owners: dict[str, Tensor], words: str) -> None:

@@ -18,7 +18,7 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def named(params: Params) -> Named:
-    """Trainable parameters with names, each once, checked."""
+    """Parameters with names, each once."""
     if isinstance(params, nn.parallel.DistributedDataParallel):
         refuse_wrapped(list(params.parameters()))
     if isinstance(params, torch.optim.Optimizer):
@@ -33,13 +33,18 @@ def named(params: Params) -> Named:
                 f"(name, tensor) pairs or a module, such as model.parameters()"
             )
         found.append((name, tensor))
-    trainable = list({id(p): (name, p) for name, p in found if p.requires_grad}.values())
-    if not trainable:
+    return list({id(p): (name, p) for name, p in found}.values())
+
+
+def trainable(parameters: Named) -> Named:
+    """Those that need a gradient, checked."""
+    found = [(name, p) for name, p in parameters if p.requires_grad]
+    if not found:
         raise NestlingError(
-            f"none of the {len(found)} parameters needs a gradient: expected at least one with "
+            f"none of the {len(parameters)} parameters needs a gradient: expected at least one with "
             f"requires_grad=True; unfreeze some, or pass the right model's parameters"
         )
-    for name, p in trainable:
+    for name, p in found:
         if hasattr(p, "placements"):  # a DTensor
             raise NestlingError(
                 f"{name} is sharded over ranks (DTensor, as FSDP makes them): expected whole parameters on every rank, "
@@ -50,13 +55,13 @@ def named(params: Params) -> Named:
                 f"{name} is the result of an operation, not a leaf: expected parameters, whose "
                 f".grad an optimizer reads; pass the tensors it was made from"
             )
-    if len({p.device for _, p in trainable}) > 1:
-        places = ", ".join(sorted({str(p.device) for _, p in trainable}))
+    if len({p.device for _, p in found}) > 1:
+        places = ", ".join(sorted({str(p.device) for _, p in found}))
         raise NestlingError(
             f"the parameters lie on several devices ({places}): expected one; call backward once "
             f"per device, or move the model"
         )
-    return trainable
+    return found
 
 
 def check_combine(combine: object) -> None:
@@ -68,8 +73,8 @@ def check_combine(combine: object) -> None:
         )
 
 
-def check_losses(losses: Sequence[Tensor]) -> None:
-    """Raise unless these are one or more scalar losses that hang on a graph."""
+def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
+    """The losses as a list; raise unless they are one or more scalars that hang on a graph."""
     if isinstance(losses, Tensor):
         raise NestlingError(
             f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
@@ -79,6 +84,17 @@ def check_losses(losses: Sequence[Tensor]) -> None:
         raise NestlingError(
             "losses is a mapping: expected a list with one scalar per task, whose places order and importance speak of; "
             "pass list(losses.values())"
+        )
+    if isinstance(losses, nn.Module) or not isinstance(losses, Iterable):
+        raise NestlingError(
+            f"losses is a {type(losses).__name__}: expected a list with one scalar per task; the losses come first, "
+            f"backward(losses, model, combine)"
+        )
+    losses = list(losses)
+    if any(isinstance(loss, nn.Parameter) for loss in losses):
+        raise NestlingError(
+            "losses holds parameters: expected one scalar per task; the losses come first, "
+            "backward(losses, model, combine)"
         )
     if not 1 <= len(losses) <= MOST_TASKS:
         raise NestlingError(f"found {len(losses)} losses: expected 1 to {MOST_TASKS}, one per task")
@@ -98,6 +114,7 @@ def check_losses(losses: Sequence[Tensor]) -> None:
                 f"parameters; was it made under no_grad, detached, or from a model in which "
                 f"everything is frozen?"
             )
+    return losses
 
 
 def refuse_nonfinite(losses: Sequence[Tensor]) -> None:
