@@ -15,7 +15,7 @@ FLOW = """
     errors
     files
     recipe
-    provenance
+    provenance device
     rundir
     data
     nets

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nestling.data import DataSet, Split, load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan, build
 from nestling.rundir import RESULTS, WEIGHTS, RunDir
@@ -160,30 +161,31 @@ def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
     return net.eval()
 
 
-def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
+def trained(path: str, device: torch.device | str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
     """The network of a run folder with its weights, and its data."""
     run = RunDir.open(path)
     data = load(run.read_recipe().data, device)
     return run, network(run, data).to(device), data
 
 
-def command(run: str, device: str = "cpu", sample: bool = False) -> dict[str, Any]:
+def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, Any]:
     """Error, loss and calibration of every stage of a run, measured anew and stored with it.
 
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
-        device: cpu or cuda.
+        device: auto, cpu or cuda.
         sample: on the first thousand test images, which come with nestling; for networks that come with it.
     """
     from nestling import shelf  # it is made of this room's functions
 
+    chosen = pick_device(device, "--device ")
     if shelf.holds(run):
-        return shelf.evaluate_again(run, device, sample)
+        return shelf.evaluate_again(run, chosen, sample)
     if sample:
         known = ", ".join(shelf.names())
         raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
     shelf.open_run(run)
-    folder, net, data = trained(run, device)
+    folder, net, data = trained(run, chosen)
     split = "validation" if folder.read_recipe().data.validation else "test"
     return {"run": str(folder.path), **store(folder, net, data, split)}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nestling import evaluate
 from nestling.data import DataSet, load
+from nestling.device import first_line, pick_device, say_once
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
@@ -24,7 +25,7 @@ from nestling.recipe import Recipe, from_dict
 from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
-from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
+from nestling.train.device import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates

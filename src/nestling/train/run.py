@@ -15,12 +15,13 @@ from rich.text import Text
 
 from nestling import evaluate
 from nestling.data import DataSet, load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.recipe import Recipe, override
 from nestling.recipes import named
 from nestling.rundir import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
-from nestling.train.device import memory_explained, pick_device
+from nestling.train.device import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
 from nestling.train.stop import Stop, on_signal
