@@ -187,3 +187,11 @@ def test_every_command_has_command_show_types_and_help(name: str, capfd: pytest.
         required = parameter.default is inspect.Parameter.empty
         shown = parameter.name.upper() if required else parameter.name.replace("_", "-")
         assert shown.lower() in out.lower()
+
+
+@pytest.mark.parametrize("wrong", [["--workers", "-3"], ["--repeats", "0"]])
+def test_the_demo_refuses_wrong_numbers_before_it_trains(
+    wrong: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path / "demo"), *wrong]) == 1
+    assert "expected at least 0 and at least 1" in capfd.readouterr().err and not (tmp_path / "demo").exists()

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nestling import cost, report
+from nestling.errors import NestlingError
 from nestling.evaluate import trained
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe
 from nestling.recipes import named
@@ -58,6 +59,9 @@ def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats:
         workers: processes that train at the same time; 0 means one per core, at most four.
         repeats: how many times each network's stages are timed.
     """
+    # before anything is trained, because the timing comes last
+    if workers < 0 or repeats < 1:
+        raise NestlingError(f"found workers {workers}, repeats {repeats}; expected at least 0 and at least 1")
     todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
