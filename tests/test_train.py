@@ -395,6 +395,24 @@ def test_a_stopped_run_says_the_command_that_goes_on_with_it(
     assert len(RunDir.open(folder).read_log()) == 2
 
 
+def test_a_run_goes_on_without_its_recipe_being_named_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "run")
+    train(digits("train.epochs=2"), folder, quiet=True, seconds=0)
+    assert cli.main(["train", "digits-depth", "--resume", folder, "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "trained with another recipe (name was 'digits-width', now 'digits-depth')" in said
+    assert RunDir(folder).going_on() in said
+    assert cli.main(["train", "--resume", folder, "--set", "train.lr=0.3", "--quiet"]) == 1
+    assert "now 0.3" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", folder, "--quiet"]) == 0
+    origin = RunDir(folder).read_json("provenance.json")
+    assert (
+        len(RunDir(folder).read_log()) == 2 and origin["resumed"][0]["command"] == f"nestling train --resume {folder}"
+    )
+    assert cli.main(["train", "--out", str(tmp_path / "other")]) == 1
+    assert "no recipe was named; give one of digits-width" in capsys.readouterr().err
+
+
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()

@@ -75,8 +75,8 @@ class RunDir:
             self.path.rmdir()
 
     def going_on(self) -> str:
-        """The command that goes on with it, with the recipe it began with."""
-        return f"nestling train {self.path / RECIPE} --resume {self.path}"
+        """The command that goes on with it."""
+        return f"nestling train --resume {self.path}"
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
