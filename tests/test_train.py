@@ -2,6 +2,7 @@
 ends where an uninterrupted one does, and what goes wrong is said."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from train_ranks import frozen_run
 
 from nestling import cli
 from nestling.errors import NestlingError
+from nestling.files import DiskFull
 from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import RECIPES, named
@@ -411,6 +413,41 @@ def test_a_run_goes_on_without_its_recipe_being_named_again(tmp_path: Path, caps
     )
     assert cli.main(["train", "--out", str(tmp_path / "other")]) == 1
     assert "no recipe was named; give one of digits-width" in capsys.readouterr().err
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on the disk is full whenever a file of this name is to be put in its place."""
+    replace = os.replace
+
+    def no_room(old: Path, new: Path) -> None:
+        if Path(new).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", no_room)
+
+
+def test_a_full_disk_is_told_by_what_was_being_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as full:
+        full_disk(full, "weights.safetensors")
+        with pytest.raises(DiskFull) as caught:
+            train(digits(), str(run), quiet=True)
+    assert f"{RunDir(run).going_on()} goes on from its last checkpoint" in str(caught.value)
+    assert cli.main([*RunDir(run).going_on().split()[1:], "--quiet"]) == 0
+    for name, words in {
+        "report.html": ["report", str(run), "--out", str(tmp_path / "report.html")],
+        "manifest.json": ["export", str(run)],
+        "profile.json": ["profile", str(run), "--repeats", "2", "--engine", "eager"],
+    }.items():
+        with monkeypatch.context() as full:
+            full_disk(full, name)
+            capsys.readouterr()
+            assert cli.main(words) == 1
+        said = capsys.readouterr().err
+        assert "the disk is full" in said and "free some space and try again" in said and "resume" not in said, said
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
