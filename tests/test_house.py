@@ -22,7 +22,7 @@ FLOW = """
     fused
     gradients
     combine
-    evaluate shelf
+    evaluate shelf describe
     recipes
     train
     cost

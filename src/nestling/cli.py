@@ -40,7 +40,7 @@ class Command:
 
 PLANNED: dict[str, Command] = {
     "demo": Command("nestling.demo", "train small nests on the digits and write a report, in minutes"),
-    "describe": Command("nestling.nets.describe", "show a network's stages, births and costs"),
+    "describe": Command("nestling.describe", "show a network's stages, births and costs"),
     "data": Command("nestling.data.command", "fetch or check a data set"),
     "train": Command("nestling.train", "train a recipe into a run folder, or resume one"),
     "evaluate": Command("nestling.evaluate", "error, loss and calibration of each stage of a run"),
