@@ -175,6 +175,10 @@ def command(
 ) -> dict[str, Any]:
     """Train a recipe into a run folder, or go on with one that was stopped.
 
+    Recipes: digits-width, digits-even, digits-depth, digits-alternate, digits-together, digits-cascade; the paper's
+    cifar10-width, cifar10-even, cifar10-depth, cifar10-alternate, cifar10-together, cifar10-cascade, imagenet-width,
+    imagenet-depth.
+
     Args:
         recipe: a recipe's name, or a recipe.json; not needed with --resume.
         out: the run's folder; by default runs/RECIPE.
