@@ -79,7 +79,7 @@ class Run:
     def curve(self) -> dict[str, Any]:
         """Errors under deadlines against the independent nets, measured while the machine was more and less busy
         (benchmarks/deadlines.py curve); {} = not measured."""
-        return self.folder.read_json(CURVE) if self.folder.has(CURVE) else {}
+        return told(self.folder, CURVE)
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -110,10 +110,18 @@ def read(path: str | Path) -> Run:
     return Run(
         folder,
         folder.read_recipe(),
-        folder.read_json(PROVENANCE) if folder.has(PROVENANCE) else {},
+        told(folder, PROVENANCE),
         tuple(folder.read_log()),
-        folder.read_json(RESULTS) if folder.has(RESULTS) else {},
+        told(folder, RESULTS),
     )
+
+
+def told(folder: RunDir, name: str) -> dict[str, Any]:
+    """What a JSON file of the run says; {} = it has none."""
+    found = folder.read_json(name) if folder.has(name) else {}
+    if not isinstance(found, dict):
+        raise NestlingError(f"{folder.path / name} holds no JSON object but {found!r:.40}; {folder.remedy(name)}")
+    return found
 
 
 def find(paths: Sequence[str | Path]) -> list[Run]:
