@@ -29,7 +29,7 @@ class Wall:
 sys.meta_path.insert(0, Wall())
 import nestling.nets.births, nestling.nets.plan, nestling.nets.ties
 from nestling.nets import NETS, plan
-from nestling.nets.describe import command
+from nestling.describe import command
 from nestling.nets.draw import draw
 from nestling.recipe import NetworkRecipe
 for name in NETS:

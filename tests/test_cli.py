@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import get_type_hints
 
 import pytest
 
-from nestling import __version__, cli
+from nestling import __version__, cli, shelf
 from nestling.cli import COMMANDS, Command, main
+from nestling.nets import NETS
+from nestling.recipes import RECIPES
 
 # A command as any other: it works, talks on stdout (by itself and through a child) and fails on request.
 SAMPLE = '''
@@ -187,3 +190,25 @@ def test_every_command_has_command_show_types_and_help(name: str, capfd: pytest.
         required = parameter.default is inspect.Parameter.empty
         shown = parameter.name.upper() if required else parameter.name.replace("_", "-")
         assert shown.lower() in out.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("train", [*RECIPES]), ("describe", [*NETS, *shelf.names()])], ids=["recipes", "networks"]
+)
+def test_every_recipe_and_network_is_listed_by_the_help_and_once_by_a_hopeless_mistake(
+    name: str, known: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    listed = re.split(r"[^\w-]+", capfd.readouterr().out)
+    assert set(known) <= set(listed)
+    assert main([name, "xyzzy"]) == 1
+    said = re.split(r"[^\w-]+", capfd.readouterr().err)
+    assert all(said.count(each) <= 1 for each in known) and sum(said.count(each) for each in known) >= 14
+
+
+@pytest.mark.parametrize("wrong", [["--workers", "-3"], ["--repeats", "0"]])
+def test_the_demo_refuses_wrong_numbers_before_it_trains(
+    wrong: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path / "demo"), *wrong]) == 1
+    assert "expected at least 0 and at least 1" in capfd.readouterr().err and not (tmp_path / "demo").exists()

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nestling import shelf
 from nestling.cli import main
+from nestling.describe import amount, command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import depth_links
 from nestling.nets.blocks import survey
-from nestling.nets.describe import amount, command, show
 from nestling.nets.draw import colour, draw
 from nestling.recipe import NetworkRecipe
 
@@ -103,6 +104,17 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], error: str, capfd: 
     assert main(["describe", *words, "--json"]) == 1
     out, err = capfd.readouterr()
     assert out == "" and error in err and "Traceback" not in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", shelf.names())
+def test_a_trained_network_is_described_by_its_name(name: str) -> None:
+    found, card = command(name), shelf.card(name)
+    for described, measured in zip(found["stages"], card["results"]["stages"], strict=True):
+        assert [described[key] for key in ("size", "macs", "params")] == [
+            measured[key] for key in ("size", "macs", "params")
+        ]
+    assert found["shape"] == card["shape"] and found["classes"] == 10 and found["network"] == name
+    assert command(name, classes=3, shape="3,64,64")["shape"] == [3, 64, 64]
 
 
 # --- the picture ------------------------------------------------------------------------------------------------

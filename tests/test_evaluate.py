@@ -1,10 +1,13 @@
 """What is said of a network's answers: errors, calibration, repairs and breaks, by hand; and that a run says it again."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from nestling.cli import main
 from nestling.errors import NestlingError
 from nestling.evaluate import BINS, calibration, command, errors, gallery, judge, top5
 from nestling.nets import plan
@@ -66,6 +69,24 @@ def test_evaluating_a_run_says_again_what_training_said(tmp_path: Path) -> None:
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)  # another memory layout rounds otherwise
     assert second["transitions"] == first["transitions"]
     assert first["split"] == "validation" and first["n"] == 200
+
+
+def test_what_cannot_be_stored_is_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = override(named("digits-depth"), ["train.epochs=1", "data.limit=256"])
+    run = tmp_path / "run"
+    train(recipe, str(run), quiet=True)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+
+    def read_only(*_: object) -> None:  # root may write into any folder, and tests may be run by root
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "replace", read_only)
+    assert main(["evaluate", str(run)]) == 1
+    out, err = capsys.readouterr()
+    assert "error %" in out and err.startswith(f"nestling: measured, but not stored: cannot write {run}")
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
 def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:

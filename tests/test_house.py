@@ -15,14 +15,14 @@ FLOW = """
     errors
     files
     recipe
-    provenance
+    provenance device
     rundir
     data
     nets
     fused
     gradients
     combine
-    evaluate shelf
+    evaluate shelf describe
     recipes
     train
     cost

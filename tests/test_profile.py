@@ -404,13 +404,24 @@ def test_broken_pictures_are_named_and_the_others_answered(
         assert all(str(folder / f"{i}.png") in lines for i in range(4)) and done.stdout.count("stage 3 w4") == 4
 
 
+def test_a_missing_picture_is_named_and_the_others_answered(
+    run: Path, pictures: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, missing, last = str(pictures[0] / "0.png"), str(tmp_path / "none.png"), str(pictures[0] / "1.png")
+    assert main(["predict", str(run), first, missing, last, "--device", "cpu", "--json"]) == 1
+    out, err = capsys.readouterr()
+    images = json.loads(out)["images"]
+    assert [image["image"] for image in images] == [first, missing, last]
+    assert ["answer" in image for image in images] == [True, False, True]
+    assert f"there is no picture {missing}; name files or folders" in err.splitlines()
+
+
 def test_what_cannot_be_asked_for_is_refused(run: Path, tmp_path: Path) -> None:
-    for names, complaint in [
-        ((str(tmp_path / "none.png"),), "there is no picture"),
-        ((), "no picture was named"),
-    ]:
-        with pytest.raises(NestlingError, match=complaint):
-            predict.command(str(run), names, device="cpu")
+    with pytest.raises(NestlingError, match="no picture was named"):
+        predict.command(str(run), (), device="cpu")
+    for threads in (0, -1):
+        with pytest.raises(NestlingError, match=f"found {threads} threads; expected at least 1"):
+            predict.command(str(run), ("none.png",), device="cpu", threads=threads)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(NestlingError, match="holds no pictures"):

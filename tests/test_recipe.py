@@ -170,4 +170,6 @@ def test_nearest_names_the_closest_first_and_lists_all_when_nothing_is_close() -
     assert nearest("ogsd", valid).split(",")[0].split(" or ")[0] == "osgd"
     assert nearest("gree", valid) == "greedy"
     assert nearest("xxxx", valid) == "greedy, osgd or sgd"
+    many = [f"name{i}" for i in range(20)]
+    assert all(name in nearest("xxxx", many) for name in many) and len(nearest("name", many).split()) == 4
     assert nearest("x", []) == "(there are none)"

@@ -16,6 +16,7 @@ import pytest
 from report_runs import NAME, make_runs, recipe
 
 from nestling import deadline, report
+from nestling.cli import main
 from nestling.cost import load_profile
 from nestling.errors import NestlingError
 from nestling.recipe import Recipe
@@ -289,6 +290,54 @@ def test_a_damaged_file_is_named(runs: Path, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(NestlingError, match=r"outputs\.safetensors is truncated"):
         report.command((str(tmp_path),), out=str(tmp_path / "report.html"))
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe.json", "results.json", "profile.json", "provenance.json", "log.jsonl", "gallery.safetensors"]
+)
+def test_a_broken_run_is_left_out_and_named(
+    name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("osgd-0", "sgd-0"):
+        shutil.copytree(runs / run, tmp_path / run)
+    broken = tmp_path / "osgd-0" / name
+    broken.write_text("{ no\n")
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "--out", str(page), "--json"]) == 1
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["runs"] == [str(tmp_path / "sgd-0")] and [*result["left_out"]] == [str(tmp_path / "osgd-0")]
+    assert err.count(str(broken)) == 1 and err.startswith("nestling: 1 run left out")
+    assert "1 run left out" in page.read_text(encoding="utf-8")
+    assert main(["report", str(tmp_path / "osgd-0"), "--out", str(tmp_path / "none.html")]) == 1
+    assert not (tmp_path / "none.html").exists()
+
+
+REPAIRS = {
+    "results.json": "nestling evaluate RUN writes it anew",
+    "outputs.safetensors": "nestling evaluate RUN writes it anew",
+    "gallery.safetensors": "nestling evaluate RUN writes it anew",
+    "profile.json": "nestling profile RUN measures it anew",
+    "provenance.json": "delete it, the run works without it",
+}
+
+
+@pytest.mark.parametrize("spoilt", ["{ no", "[1]"])
+@pytest.mark.parametrize("name", REPAIRS)
+def test_what_a_message_says_about_a_damaged_file_really_repairs_it(
+    name: str, spoilt: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "osgd-0", run)
+    (run / name).write_text(spoilt)
+    words, remedy = ["report", str(run), "--out", str(tmp_path / "report.html")], REPAIRS[name].replace("RUN", str(run))
+    assert main(words) == 1
+    assert capsys.readouterr().err.endswith((f"; {remedy}\n", "; measure it again\n"))
+    if remedy.startswith("delete"):
+        (run / name).unlink()
+    else:
+        assert main([*remedy.split()[1:3], *(["--repeats", "3"] if "profile" in remedy else [])]) == 0
+    assert main(words) == 0
 
 
 def test_a_folder_of_runs_stands_for_its_runs(runs: Path) -> None:

@@ -2,6 +2,7 @@
 ends where an uninterrupted one does, and what goes wrong is said."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from train_ranks import frozen_run
 
 from nestling import cli
 from nestling.errors import NestlingError
+from nestling.files import DiskFull
 from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import RECIPES, named
@@ -393,6 +395,59 @@ def test_a_stopped_run_says_the_command_that_goes_on_with_it(
     assert "".join(command.split()) in "".join(capsys.readouterr().out.split())  # however the lines were broken
     assert cli.main([*command.split()[1:], "--quiet"]) == 0
     assert len(RunDir.open(folder).read_log()) == 2
+
+
+def test_a_run_goes_on_without_its_recipe_being_named_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "run")
+    train(digits("train.epochs=2"), folder, quiet=True, seconds=0)
+    assert cli.main(["train", "digits-depth", "--resume", folder, "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "trained with another recipe (name was 'digits-width', now 'digits-depth')" in said
+    assert RunDir(folder).going_on() in said
+    assert cli.main(["train", "--resume", folder, "--set", "train.lr=0.3", "--quiet"]) == 1
+    assert "now 0.3" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", folder, "--quiet"]) == 0
+    origin = RunDir(folder).read_json("provenance.json")
+    assert (
+        len(RunDir(folder).read_log()) == 2 and origin["resumed"][0]["command"] == f"nestling train --resume {folder}"
+    )
+    assert cli.main(["train", "--out", str(tmp_path / "other")]) == 1
+    assert "no recipe was named; give one of digits-width" in capsys.readouterr().err
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on the disk is full whenever a file of this name is to be put in its place."""
+    replace = os.replace
+
+    def no_room(old: Path, new: Path) -> None:
+        if Path(new).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", no_room)
+
+
+def test_a_full_disk_is_told_by_what_was_being_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as full:
+        full_disk(full, "weights.safetensors")
+        with pytest.raises(DiskFull) as caught:
+            train(digits(), str(run), quiet=True)
+    assert f"{RunDir(run).going_on()} goes on from its last checkpoint" in str(caught.value)
+    assert cli.main([*RunDir(run).going_on().split()[1:], "--quiet"]) == 0
+    for name, words in {
+        "report.html": ["report", str(run), "--out", str(tmp_path / "report.html")],
+        "manifest.json": ["export", str(run)],
+        "profile.json": ["profile", str(run), "--repeats", "2", "--engine", "eager"],
+    }.items():
+        with monkeypatch.context() as full:
+            full_disk(full, name)
+            capsys.readouterr()
+            assert cli.main(words) == 1
+        said = capsys.readouterr().err
+        assert "the disk is full" in said and "free some space and try again" in said and "resume" not in said, said
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:

@@ -14,16 +14,17 @@ import torch
 from rich.console import Console
 from test_train import digits, untimed, weights
 
-from nestling import evaluate
+from nestling import device, evaluate
 from nestling.combine import OSGD
 from nestling.data import MemorySplit, load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.fused import Fused
 from nestling.nets import build
 from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
 from nestling.rundir import RunDir
-from nestling.train import Training, device, engine, progress, train, train_side_by_side
-from nestling.train.device import able, lacks_memory, memory_explained, pick_device
+from nestling.train import Training, engine, progress, train, train_side_by_side
+from nestling.train.device import able, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.loop import make_optimizer
 from nestling.train.progress import Startup
@@ -204,6 +205,14 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu() -> None:
     with pytest.raises(NestlingError, match=r"train\.device=cuda, but .*; use train\.device=auto or cpu"):
         pick_device("cuda")
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
+    with pytest.raises(NestlingError, match=r"--device cuda, but .*; use --device auto or cpu"):
+        evaluate.command("width-resnet42-cifar10", device="cuda", sample=True)
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "mps", "cuda:x", ""])
+def test_devices_that_are_none_are_refused(wanted: str) -> None:
+    with pytest.raises(NestlingError, match=rf"--device {wanted} is .*; expected auto, cpu or cuda"):
+        evaluate.command("width-resnet42-cifar10", device=wanted, sample=True)
 
 
 def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eagerly(

@@ -1,8 +1,8 @@
 """The command line: COMMANDS, and how each is parsed, run, shown and refused.
 
 A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
-also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default are
-positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
+also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default or
+before a `/` are positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
 `show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
 the command has failed. Progress goes to stderr. A module is imported only when its command is called; this room
 knows nothing of what a command does.
@@ -40,7 +40,7 @@ class Command:
 
 PLANNED: dict[str, Command] = {
     "demo": Command("nestling.demo", "train small nests on the digits and write a report, in minutes"),
-    "describe": Command("nestling.nets.describe", "show a network's stages, births and costs"),
+    "describe": Command("nestling.describe", "show a network's stages, births and costs"),
     "data": Command("nestling.data.command", "fetch or check a data set"),
     "train": Command("nestling.train", "train a recipe into a run folder, or resume one"),
     "evaluate": Command("nestling.evaluate", "error, loss and calibration of each stage of a run"),
@@ -137,9 +137,10 @@ def later(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in signature.parameters.items():
-        if parameter.default is inspect.Parameter.empty:
-            several = "..." if get_origin(hints[name]) is tuple else ""
-            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=name.upper() + several)]
+        required = parameter.default is inspect.Parameter.empty
+        if required or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            shown = name.upper() + ("..." if get_origin(hints[name]) is tuple else "")
+            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=shown if required else f"[{shown}]")]
     parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
     bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     bind.__annotations__ = hints

@@ -167,7 +167,8 @@ def save_profile(run: RunDir, latency: Latency) -> None:
 
 
 def load_profile(run: RunDir) -> Latency:
+    found = run.read_json(PROFILE)
     try:
-        return from_dict(run.read_json(PROFILE))
+        return from_dict(found)
     except NestlingError as error:
         raise NestlingError(f"{run.path / PROFILE}: {error}") from error

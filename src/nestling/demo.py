@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nestling import profile, report
 from nestling.cost import PROFILE
+from nestling.errors import NestlingError
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe
 from nestling.recipes import named
 from nestling.rundir import RECIPE, RESULTS, RunDir
@@ -59,6 +60,9 @@ def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats:
         workers: processes that train at the same time; 0 means one per core, at most four.
         repeats: how many times each network's stages are timed.
     """
+    # before anything is trained, because the timing comes last
+    if workers < 0 or repeats < 1:
+        raise NestlingError(f"found workers {workers}, repeats {repeats}; expected at least 0 and at least 1")
     todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with Steps() as live:

@@ -13,7 +13,7 @@ class NestlingError(Exception):
 
 
 def nearest(word: str, valid: Iterable[str], most: int = 3) -> str:
-    """The valid names closest to word, closest first, as text for a message: "a, b or c".
+    """The valid names closest to word, closest first, as text for a message: "a, b or c"; all where none is close.
 
     A dotted name is also compared by its last part, so that "epochs" finds "train.epochs".
     """
@@ -30,8 +30,8 @@ def nearest(word: str, valid: Iterable[str], most: int = 3) -> str:
 
     ranked = sorted(names, key=closeness, reverse=True)
     close = [name for name in ranked if closeness(name) >= 0.5][:most]
-    # Nothing close: the whole list (or its beginning) tells more than three arbitrary names.
-    return join(close) if close else join(names[:8], more=len(names) > 8)
+    # Nothing close: the whole list tells more than three arbitrary names. (Of a thousand run folders, its beginning.)
+    return join(close) if close else join(names[:60], more=len(names) > 60)
 
 
 def join(names: list[str], more: bool = False) -> str:

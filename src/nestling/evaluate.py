@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nestling.data import DataSet, Split, load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan, build
 from nestling.rundir import RESULTS, WEIGHTS, RunDir
@@ -141,18 +142,24 @@ def store(
 ) -> dict[str, Any]:
     """Evaluate and leave results.json, outputs and gallery in the run folder."""
     found, tensors = evaluate(net, data, split, known)
+    keep(run, data, found, tensors)
+    return found
+
+
+def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Leave what `evaluate` found in the run folder."""
     run.save_tensors(OUTPUTS, tensors)
     indices = gallery(tensors["logits"], tensors["labels"])
     run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices})
     run.write_json(RESULTS, found)
-    return found
 
 
 def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
     """A run's network with its weights. Its classes and shape are those of its data, or, without these, of its results."""
     if not run.has(WEIGHTS):
         raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
-    known = run.read_json(RESULTS) if run.has(RESULTS) else {}
+    # with the data at hand a damaged results.json is not looked at: evaluating is what writes it anew
+    known = run.read_json(RESULTS) if not data and run.has(RESULTS) else {}
     classes = data.classes if data else known.get("classes", ())
     shape: Any = data.shape if data else tuple(known.get("shape", ())) or None
     net = build(run.read_recipe().network, classes=len(classes) or None, shape=shape)
@@ -160,32 +167,40 @@ def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
     return net.eval()
 
 
-def trained(path: str, device: str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
+def trained(path: str, device: torch.device | str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
     """The network of a run folder with its weights, and its data."""
     run = RunDir.open(path)
     data = load(run.read_recipe().data, device)
     return run, network(run, data).to(device), data
 
 
-def command(run: str, device: str = "cpu", sample: bool = False) -> dict[str, Any]:
+def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, Any]:
     """Error, loss and calibration of every stage of a run, measured anew and stored with it.
 
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
-        device: cpu or cuda.
+        device: auto, cpu or cuda.
         sample: on the first thousand test images, which come with nestling; for networks that come with it.
     """
     from nestling import shelf  # it is made of this room's functions
 
+    chosen = pick_device(device, "--device ")
     if shelf.holds(run):
-        return shelf.evaluate_again(run, device, sample)
+        return shelf.evaluate_again(run, chosen, sample)
     if sample:
         known = ", ".join(shelf.names())
         raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
     shelf.open_run(run)
-    folder, net, data = trained(run, device)
+    folder, net, data = trained(run, chosen)
     split = "validation" if folder.read_recipe().data.validation else "test"
-    return {"run": str(folder.path), **store(folder, net, data, split)}
+    found, tensors = evaluate(net, data, split)
+    result = {"run": str(folder.path), **found}
+    try:
+        keep(folder, data, found, tensors)
+    except NestlingError as error:
+        # What was measured is shown. Still it has failed: reports read what is stored, and a script should not go on to one.
+        result["incomplete"] = f"measured, but not stored: {error}"
+    return result
 
 
 def show(result: dict[str, Any]) -> Table:

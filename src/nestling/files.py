@@ -17,6 +17,10 @@ from typing import Any
 from nestling.errors import NestlingError
 
 
+class DiskFull(NestlingError):
+    """There is no room for a file: who knows how the work goes on afterwards says so."""
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Put data at path so that, whatever happens, path holds either all of it or what it held before."""
     # A fixed name: what a kill leaves behind is overwritten next time.
@@ -47,9 +51,9 @@ def saying(path: Path, size: int, consequence: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = f"the disk is full: {path} needs {size:,} bytes; free some space and resume"
-        else:
-            problem = f"cannot write {path}: {error.strerror}; check the folder and its permissions"
+            need = f"{path} needs {size:,} bytes" if size else f"there is no room for {path}"
+            raise DiskFull(f"the disk is full: {need}; free some space and try again ({consequence})") from error
+        problem = f"cannot write {path}: {error.strerror}; check the folder and its permissions"
         raise NestlingError(f"{problem} ({consequence})") from error
 
 

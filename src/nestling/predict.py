@@ -50,6 +50,8 @@ def command(
     paths = find(images)
     if not deadline_ms >= 0:
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
+    if threads < 1:
+        raise NestlingError(f"found {threads} threads; expected at least 1")
     with Runtime(run, device, engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
@@ -71,10 +73,8 @@ def find(names: tuple[str, ...]) -> list[Path]:
             if not inside:
                 raise NestlingError(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
             found += inside
-        elif path.is_file():
-            found.append(path)
         else:
-            raise NestlingError(f"there is no picture {path}; name files or folders")
+            found.append(path)  # one that is not there is named when its turn comes, as a broken one is
     if not found:
         raise NestlingError("no picture was named; give files or folders")
     return found
@@ -89,6 +89,8 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     channels, height, width = shape
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
+    if not path.exists() and not path.is_symlink():
+        raise NoPicture(f"there is no picture {path}; name files or folders")
     try:
         image = load_rgb(path, upright=True)
     except Unreadable as error:

@@ -253,8 +253,7 @@ def checked(value: Any, hint: Any, key: str) -> Any:
     kind, bounds = split(hint)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            near = nearest(str(value), get_args(kind))
-            raise NestlingError(f"{key} is {show(value)}; did you mean {near}? Expected {says(hint)}")
+            raise wrong(value, hint, key)
         return value
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):

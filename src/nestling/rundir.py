@@ -29,6 +29,15 @@ from nestling.recipe import Recipe, from_dict
 RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
 WEIGHTS, CHECKPOINT = "weights.safetensors", "checkpoint.safetensors"
 RECOVER = "restore it from a copy, or train again into another folder"
+# What to do about a damaged file that can be made again, or gone without.
+REMEDIES = {
+    RESULTS: "nestling evaluate {run} writes it anew",
+    "outputs.safetensors": "nestling evaluate {run} writes it anew",
+    "gallery.safetensors": "nestling evaluate {run} writes it anew",
+    "profile.json": "nestling profile {run} measures it anew",
+    PROVENANCE: "delete it, the run works without it",
+    "curve.json": "delete it, the run works without it",
+}
 FORMAT = "1"  # of our tensor files; raise it when older files can no longer be read
 
 
@@ -75,8 +84,8 @@ class RunDir:
             self.path.rmdir()
 
     def going_on(self) -> str:
-        """The command that goes on with it, with the recipe it began with."""
-        return f"nestling train {self.path / RECIPE} --resume {self.path}"
+        """The command that goes on with it."""
+        return f"nestling train --resume {self.path}"
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -87,8 +96,9 @@ class RunDir:
         self.write_json(RECIPE, dataclasses.asdict(recipe))
 
     def read_recipe(self) -> Recipe:
+        found = self.read_json(RECIPE)
         try:
-            return from_dict(self.read_json(RECIPE))
+            return from_dict(found)
         except NestlingError as error:
             raise NestlingError(f"{self.path / RECIPE}: {error}") from error
 
@@ -189,12 +199,16 @@ class RunDir:
         except OSError as error:
             raise NestlingError(f"cannot read {path}: {error}") from error
         except Exception as error:  # safetensors' own error, or JSON or UTF-8 trouble in a spoilt header
-            raise NestlingError(f"{path} is truncated, damaged or no safetensors file ({error}); {RECOVER}") from error
+            raise NestlingError(
+                f"{path} is truncated, damaged or no safetensors file ({error}); {self.remedy(name)}"
+            ) from error
         if header.get("nestling") != name or header.get("format") != FORMAT:
             kind = f"{header.get('nestling', 'foreign')!r}, format {header.get('format', 'none')!r}"
-            raise NestlingError(f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {RECOVER}")
+            raise NestlingError(
+                f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {self.remedy(name)}"
+            )
         if header.get("sha256") != checksum(name, tensors, header.get("meta", "")):
-            raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {RECOVER}")
+            raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {self.remedy(name)}")
         return tensors, json.loads(header["meta"])
 
     # Everything else
@@ -211,7 +225,11 @@ class RunDir:
         except OSError as error:
             raise NestlingError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
-            raise NestlingError(f"{path} is not JSON ({error}); restore it or train again") from error
+            raise NestlingError(f"{path} is not JSON ({error}); {self.remedy(name)}") from error
+
+    def remedy(self, name: str) -> str:
+        """What to do about a damaged file of this run."""
+        return REMEDIES.get(name, RECOVER).format(run=self.path)
 
 
 def whole_lines(data: bytes) -> bytes:

@@ -101,7 +101,7 @@ def some_images(source: RunDir | str, count: int) -> Tensor:
     raise NestlingError(f"{data.name} has no test images")
 
 
-def evaluate_again(name: str, device: str = "cpu", small: bool = False) -> dict[str, Any]:
+def evaluate_again(name: str, device: torch.device | str = "cpu", small: bool = False) -> dict[str, Any]:
     """What `evaluate` says of a network on the whole test set or on the sample, and what its card says."""
     known = card(name)
     data = sample(name, device) if small else load_data(from_dict(known["recipe"]).data, device)

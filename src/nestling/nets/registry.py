@@ -105,8 +105,9 @@ NETS: dict[str, Architecture] = {
 def architecture(recipe: NetworkRecipe) -> Architecture:
     """The named architecture with the recipe's changes."""
     if recipe.name not in NETS:
+        near = nearest(recipe.name, NETS)
         raise NestlingError(
-            f"unknown network {recipe.name!r}; did you mean {nearest(recipe.name, NETS)}? Known: {', '.join(NETS)}."
+            f"unknown network {recipe.name!r}; did you mean {near}? (nestling describe --help lists all)"
         )
     arch = NETS[recipe.name]
     if recipe.growth and arch.kind == "cascade":

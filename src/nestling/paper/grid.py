@@ -57,9 +57,8 @@ def cells(
 ) -> Iterator[tuple[str, Recipe]]:
     """Run name and recipe of every chosen cell, seed by seed, so that a first answer for all comes before a second."""
     if part not in PARTS:
-        raise NestlingError(
-            f"unknown table {part!r}; did you mean {nearest(part, PARTS)}? Known: {', '.join(PARTS)}, figures, profile."
-        )
+        near = nearest(part, (*PARTS, "figures", "profile"))
+        raise NestlingError(f"unknown table {part!r}; did you mean {near}? (nestling paper --help lists all)")
     known = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
     default = (STUDIED,) if part in STUDIES else tuple(known)
     for names, valid, what in ((strategies, STRATEGIES, "strategy"), (scopes, SCOPES, "scope")):

@@ -41,4 +41,6 @@ def named(name: str) -> Recipe:
         return from_json(path.read_text(encoding="utf-8"))
     if (path / "recipe.json").is_file():
         raise NestlingError(f"{name} is a run's folder, not a recipe; its recipe is {path / 'recipe.json'}")
-    raise NestlingError(f"unknown recipe {name!r}; did you mean {nearest(name, RECIPES)}? Known: {', '.join(RECIPES)}.")
+    raise NestlingError(
+        f"unknown recipe {name!r}; did you mean {nearest(name, RECIPES)}? (nestling train --help lists all)"
+    )

@@ -18,6 +18,8 @@ from nestling.errors import NestlingError
 def command(runs: tuple[str, ...], out: str = "report.html") -> dict[str, Any]:
     """Write run folders up as one HTML page that opens offline, with the same as Markdown and its pictures beside it.
 
+    A run with a damaged file is named and left out, as long as another one is there.
+
     Args:
         runs: run folders, or folders that hold run folders.
         out: the page's file; report.html also makes report.md and the folder report/ with the pictures.

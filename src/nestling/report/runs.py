@@ -1,7 +1,7 @@
 """Run folders as a report sees them: read whole, with a note of what each one lacks.
 
 Comes in: paths of run folders, or of folders that hold some. Goes out: Runs. A file that is missing is a gap the
-report names; a file that is damaged is an error. Only this room of the report touches run folders.
+report names; a run with a damaged file is left out, with the reason. Only this room of the report touches run folders.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class Run:
     def curve(self) -> dict[str, Any]:
         """Errors under deadlines against the independent nets, measured while the machine was more and less busy
         (benchmarks/deadlines.py curve); {} = not measured."""
-        return self.folder.read_json(CURVE) if self.folder.has(CURVE) else {}
+        return told(self.folder, CURVE)
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -110,14 +110,43 @@ def read(path: str | Path) -> Run:
     return Run(
         folder,
         folder.read_recipe(),
-        folder.read_json(PROVENANCE) if folder.has(PROVENANCE) else {},
+        told(folder, PROVENANCE),
         tuple(folder.read_log()),
-        folder.read_json(RESULTS) if folder.has(RESULTS) else {},
+        told(folder, RESULTS),
     )
+
+
+def told(folder: RunDir, name: str) -> dict[str, Any]:
+    """What a JSON file of the run says; {} = it has none."""
+    found = folder.read_json(name) if folder.has(name) else {}
+    if not isinstance(found, dict):
+        raise NestlingError(f"{folder.path / name} holds no JSON object but {found!r:.40}; {folder.remedy(name)}")
+    return found
 
 
 def find(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at these paths; a folder that is no run itself stands for the runs inside it."""
+    return [read(folder) for folder in folders_of(paths)]
+
+
+def find_sound(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
+    """The runs at these paths whose every file can be read, and the folders of the others, each with the reason."""
+    found: list[Run] = []
+    broken: dict[str, str] = {}
+    for folder in folders_of(paths):
+        RunDir.open(folder)  # a folder that is no run is a slip of the pen, not a broken run
+        try:
+            run = read(folder)
+            _ = run.latency, run.curve, run.answers, run.pictures  # now, while the run can still be left out
+            found.append(run)
+        except NestlingError as error:
+            broken[str(folder)] = str(error)
+    if not found:
+        raise NestlingError("; ".join(broken.values()))
+    return found, broken
+
+
+def folders_of(paths: Sequence[str | Path]) -> list[Path]:
     folders: dict[Path, None] = {}  # in order, each once
     for path in map(Path, paths):
         if shelf.holds(str(path)):
@@ -131,4 +160,4 @@ def find(paths: Sequence[str | Path]) -> list[Run]:
             folders[folder.resolve()] = None
     if not folders:
         raise NestlingError("no run folders were named; name at least one, or a folder that holds some")
-    return [read(folder) for folder in folders]
+    return list(folders)

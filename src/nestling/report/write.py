@@ -5,6 +5,7 @@ headline is. Every file is replaced whole.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nestling.report.content import Gallery, Picture, Pictures, Report, listed, 
 from nestling.report.families import Family, families
 from nestling.report.markdown import markdown
 from nestling.report.page import page
-from nestling.report.runs import find
+from nestling.report.runs import find_sound
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
@@ -23,10 +24,17 @@ from nestling.rundir import RECIPE, RunDir
 
 def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
     """Read the runs, write everything, say where it is."""
-    about = subject(families(find(runs)))
+    found, broken = find_sound(runs)
+    about = subject(families(found))
+    report = compose(about)
+    left_out = f"{plural(len(broken), 'run')} left out, because a file is damaged: {'; '.join(broken.values())}"
+    if broken:
+        report = replace(report, lead=f"{report.lead} {left_out}.")
     return {
-        **publish(compose(about), out),
+        **publish(report, out),
         "runs": [str(run.folder.path) for run in about.runs],
+        "left_out": broken,
+        "incomplete": left_out if broken else "",
         "headline": [headline(family) for family in about.families],
         "deadlines": [row for family in about.mains for row in deadline_rows(family, about)],
     }

@@ -1,12 +1,11 @@
-"""The device of a run: which one it is, what it can do, and in plain words what went wrong on it.
+"""The device of a training: what it can do, and in plain words what went wrong on it.
 
-In: a recipe's wishes, or an error. Out: a torch.device, the recipe as this chip can carry it out, or a NestlingError that
+In: a recipe's wishes, or an error. Out: the recipe as this chip can carry it out, or a NestlingError that
 says what was found and what to do. It knows neither networks nor folders.
 """
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,39 +13,12 @@ from pathlib import Path
 
 import torch
 
+from nestling.device import first_line
 from nestling.errors import NestlingError
 from nestling.recipe import Recipe
 
 TRITON = (7, 0)  # the oldest compute capability Triton, and so torch.compile, writes kernels for
 BFLOAT16 = (8, 0)  # the oldest whose convolutions know bfloat16
-
-
-def pick_device(wanted: str) -> torch.device:
-    """The device of train.device; "auto" is a GPU that works, or else the CPU."""
-    if wanted == "cpu":
-        return torch.device("cpu")
-    trouble = no_gpu()
-    if trouble and wanted == "cuda":
-        raise NestlingError(f"train.device=cuda, but {trouble}; use train.device=auto or cpu.")
-    if trouble and torch.cuda.is_available():
-        say_once(f"training on the CPU: {trouble}.")
-    return torch.device("cpu" if trouble else "cuda")
-
-
-def no_gpu() -> str:
-    """Why there is no GPU to train on; empty where there is one. Found by asking it for a sum."""
-    if not torch.cuda.is_available():
-        if torch.version.cuda is None:
-            return f"this torch ({torch.__version__}) was built without CUDA"
-        return "torch sees no CUDA device here"
-    try:
-        assert int(torch.ones(2, device="cuda").sum()) == 2
-    except torch.OutOfMemoryError:
-        return ""  # it works, and is full: said where more is known
-    except RuntimeError as error:
-        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        return f"{name} (compute capability {major}.{minor}) does not run this torch's kernels: {first_line(error)}"
-    return ""
 
 
 def able(recipe: Recipe, chip: tuple[int, int] | None = None, triton: bool | None = None) -> tuple[Recipe, list[str]]:
@@ -137,18 +109,3 @@ def memory_of(device: torch.device) -> str:
         f"{torch.cuda.get_device_name(device)} ({total / size:.1f} GiB, of which this process holds {mine / size:.1f} and "
         f"{free / size:.1f} are free)"
     )
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0].rstrip(".")
-
-
-said: set[str] = set()
-
-
-def say_once(message: str) -> None:
-    """A message on stderr, the first time only: six runs side by side fall back together."""
-    if message not in said:
-        said.add(message)
-        print(f"nestling: {message}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ step.py's business, how batches are driven is engine.py's, what a device can do 
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from nestling import evaluate
 from nestling.data import DataSet, load
+from nestling.device import first_line, pick_device, say_once
 from nestling.errors import NestlingError
+from nestling.files import DiskFull
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
 from nestling.recipe import Recipe, from_dict
 from nestling.rundir import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
-from nestling.train.device import able, cache_kernels, first_line, lacks_memory, memory_explained, pick_device, say_once
+from nestling.train.device import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
@@ -110,7 +112,7 @@ class Training:
         With a graph the next epoch is queued before the numbers of the last are back: neither this run nor any of those
         `beside` it (so many in all) waits for a log or a checkpoint to be written. Both come out as if they had waited.
         """
-        with memory_explained(self.recipe, lambda: kept(self.run), beside):
+        with memory_explained(self.recipe, lambda: kept(self.run), beside), disk_explained(self.run):
             yield from self._epochs()
 
     def _epochs(self) -> Iterator[tuple[int, int]]:
@@ -270,7 +272,7 @@ class Training:
 
     def finish(self) -> dict[str, Any]:
         """Save the weights that were asked for (averaged ones, if so) and judge them."""
-        with self.step.average.applied() if self.step.average else nullcontext():
+        with self.step.average.applied() if self.step.average else nullcontext(), disk_explained(self.run):
             self.run.save_weights(self.net)
             split = "validation" if self.recipe.data.validation else "test"
             return evaluate.store(self.run, self.net, self.data, split, self.answers)
@@ -319,6 +321,15 @@ def same_recipe(found: Any, recipe: Recipe) -> bool:
         return from_dict(found) == recipe
     except NestlingError:
         return False
+
+
+@contextmanager
+def disk_explained(run: RunDir) -> Iterator[None]:
+    """Add to an error for a full disk what is safe and how the run goes on."""
+    try:
+        yield
+    except DiskFull as error:
+        raise DiskFull(f"{error}. {kept(run)}") from error
 
 
 def kept(run: RunDir) -> str:

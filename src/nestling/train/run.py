@@ -15,12 +15,13 @@ from rich.text import Text
 
 from nestling import evaluate
 from nestling.data import DataSet, load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.recipe import Recipe, override
-from nestling.recipes import named
+from nestling.recipes import RECIPES, named
 from nestling.rundir import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
-from nestling.train.device import memory_explained, pick_device
+from nestling.train.device import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
 from nestling.train.stop import Stop, on_signal
@@ -164,12 +165,22 @@ def join_ranks() -> None:
 
 
 def command(
-    recipe: str, out: str = "", set: tuple[str, ...] = (), resume: str = "", minutes: float = 0.0, quiet: bool = False
+    recipe: str = "",
+    /,
+    out: str = "",
+    set: tuple[str, ...] = (),
+    resume: str = "",
+    minutes: float = 0.0,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train a recipe into a run folder, or go on with one that was stopped.
 
+    Recipes: digits-width, digits-even, digits-depth, digits-alternate, digits-together, digits-cascade; the paper's
+    cifar10-width, cifar10-even, cifar10-depth, cifar10-alternate, cifar10-together, cifar10-cascade, imagenet-width,
+    imagenet-depth.
+
     Args:
-        recipe: a recipe's name, or a recipe.json, such as that of the run to go on with.
+        recipe: a recipe's name, or a recipe.json; not needed with --resume.
         out: the run's folder; by default runs/RECIPE.
         set: change a field, key=value, for example train.epochs=3; may be repeated.
         resume: the folder of a run to go on with.
@@ -177,9 +188,11 @@ def command(
             Ctrl-C and SIGTERM stop at once, with a checkpoint of the last whole epoch.
         quiet: no progress bar.
     """
-    chosen = override(named(recipe), set)
+    if not recipe and not resume:
+        raise NestlingError(f"no recipe was named; give one of {', '.join(RECIPES)}, a recipe.json, or --resume RUN")
+    chosen = override(named(recipe) if recipe else RunDir.open(resume).read_recipe(), set)
     path = resume or out or f"runs/{chosen.name}"
-    words = " ".join(["nestling train", recipe, *(f"--set {each}" for each in set)])
+    words = " ".join(["nestling train", recipe or f"--resume {resume}", *(f"--set {each}" for each in set)])
     seconds = 60 * minutes if minutes else float("inf")
     found = train(chosen, path, bool(resume), words, quiet, seconds, progress.since_process_began())
     spectator = dist.is_torchelastic_launched() and os.environ.get("RANK") != "0"

@@ -1,7 +1,8 @@
 """`nestling describe NET`: a network's stages, what each adds and costs, and a picture of the nest.
 
-In: the name of a network and what to change about it. Out: per stage its size, new and total parameters and MACs, its
-share of the un-nested network and the connections the rule drops; with --draw an SVG. Works on plans: makes no tensors.
+In: the name of a network, or of a trained one, and what to change about it. Out: per stage its size, new and total
+parameters and MACs, its share of the un-nested network and the connections the rule drops; with --draw an SVG. Works on
+plans: makes no tensors.
 """
 
 from dataclasses import replace
@@ -16,8 +17,8 @@ from nestling.errors import NestlingError
 from nestling.files import write_atomically
 from nestling.nets.draw import draw as picture_of
 from nestling.nets.plan import WEIGHTED, Plan
-from nestling.nets.registry import Shape, plan
-from nestling.recipe import NetworkRecipe, Recipe, override
+from nestling.nets.registry import NETS, Shape, plan
+from nestling.recipe import NetworkRecipe, Recipe, from_dict, override
 
 
 def command(
@@ -34,11 +35,15 @@ def command(
 ) -> dict[str, Any]:
     """Show a network's stages: what each adds, what it costs, and a picture of the nest.
 
+    Networks: the paper's width-resnet42, even-resnet42, depth-sparse98, alternate-sparse98, together-sparse98,
+    cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-digits, even-digits, depth-digits,
+    alternate-digits, together-digits, cascade-digits. Trained: width-resnet42-cifar10, depth-sparse98-cifar10.
+
     Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
     multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).
 
     Args:
-        net: a network's name, such as width-resnet42.
+        net: a network's name, such as width-resnet42, or that of a trained network that comes with nestling.
         growth: another order of growing, such as w,d,w,d.
         stripes: how wide each stripe is, such as 1,1,2; without it every w doubles the width.
         widths: channels of each group at full width, such as 32,64,128.
@@ -51,8 +56,17 @@ def command(
     """
     given = {"growth": growth, "stripes": stripes, "widths": widths, "blocks": blocks}
     settings = [f"network.{key}={value}" for key, value in given.items() if value]
-    recipe = override(Recipe(net, network=NetworkRecipe(name=net, alone=alone, ensemble=ensemble)), settings).network
     image = image_shape(shape)
+    base = NetworkRecipe(name=net)
+    if net not in NETS:
+        from nestling import shelf  # here, because it brings torch, which plans are made without
+
+        if shelf.holds(net):
+            card = shelf.card(net)
+            base, classes = from_dict(card["recipe"]).network, classes or len(card["results"]["classes"])
+            image = image or tuple(card["shape"])
+    base = replace(base, alone=alone or base.alone, ensemble=ensemble or base.ensemble)
+    recipe = override(Recipe(net, network=base), settings).network
     drawn = plan(recipe, classes or None, image)
     result = described(drawn, unnested(recipe, classes, image))
     if draw:

@@ -1,0 +1,60 @@
+"""Which device to use: one that was asked for and works, or why it cannot be had.
+
+In: auto, cpu or cuda. Out: a torch.device, or a NestlingError that says what was found and what to do. It does not know
+what the device is wanted for.
+"""
+
+import sys
+
+import torch
+
+from nestling.errors import NestlingError
+
+
+def pick_device(wanted: str, setting: str = "train.device=") -> torch.device:
+    """The device asked for; "auto" is a GPU that works, or else the CPU. `setting`: how the user asks, for messages."""
+    try:
+        device = torch.device("cuda" if wanted == "auto" else wanted)
+    except RuntimeError as error:
+        raise NestlingError(f"{setting}{wanted} is no device; expected auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise NestlingError(f"{setting}{wanted} is not supported; expected auto, cpu or cuda")
+    trouble = no_gpu() if device.type == "cuda" else ""
+    if not trouble:
+        return device
+    if wanted != "auto":
+        raise NestlingError(f"{setting}{wanted}, but {trouble}; use {setting}auto or cpu.")
+    if torch.cuda.is_available():
+        say_once(f"using the CPU: {trouble}.")
+    return torch.device("cpu")
+
+
+def no_gpu() -> str:
+    """Why there is no GPU to use; empty where there is one. Found by asking it for a sum."""
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return f"this torch ({torch.__version__}) was built without CUDA"
+        return "torch sees no CUDA device here"
+    try:
+        assert int(torch.ones(2, device="cuda").sum()) == 2
+    except torch.OutOfMemoryError:
+        return ""  # it works, and is full: said where more is known
+    except RuntimeError as error:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        return f"{name} (compute capability {major}.{minor}) does not run this torch's kernels: {first_line(error)}"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")
+
+
+said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """A message on stderr, the first time only: six runs side by side fall back together."""
+    if message not in said:
+        said.add(message)
+        print(f"nestling: {message}", file=sys.stderr, flush=True)
