@@ -774,7 +774,7 @@ def test_deadlines_are_kept_on_a_gpu() -> None:
         (np.zeros((0, 1, 8, 8), np.float32), "empty"),
         (np.zeros((1, 8, 8), np.float64), "float64"),
         (np.zeros((1, 8, 8), np.int64), "int64"),
-        (np.zeros((1, 8, 8), np.uint8), "normalise"),
+        (np.zeros((1, 8, 8), np.uint8), r"spec=nestling.Spec\(..., mean=..., std=...\)"),
         (np.full((1, 8, 8), np.nan, np.float32), "not numbers"),
         (np.array([np.zeros((1, 8, 8)), np.full((1, 8, 8), np.inf)], np.float32), "image 1"),
         ([[0.0]], "expected an array"),

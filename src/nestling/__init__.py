@@ -26,6 +26,8 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "SumSGD": "nestling.combine",
     "backward": "nestling.gradients",
     "Runtime": "nestling.runtime",
+    "Spec": "nestling.anytime.spec",
+    "export_net": "nestling.export",
     "nest": "nestling.nets.nest",
     "Greedy": "nestling.combine.greedy",
     "from_deadlines": "nestling.combine.priority",

@@ -38,7 +38,8 @@ class Intake:
         if x.dtype == np.uint8:
             if not self.spec.mean:
                 raise NestlingError(
-                    "this runtime does not know how to normalise uint8 images; give normalised float32 ones"
+                    "found uint8 images, but this runtime does not know how to normalise them: make it with "
+                    "spec=nestling.Spec(..., mean=..., std=...), or give normalised float32 images"
                 )
             pixels = batch.astype(np.float32)
             pixels -= self.centre
