@@ -468,6 +468,35 @@ def test_the_margin_covers_nineteen_wakeups_of_twenty(seed: int, scale: float) -
     assert margin.before(0.001) >= 0.0008
 
 
+def test_the_margin_covers_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = timed(0.5)
+    form = runtime.form
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.004)
+        return form(*given)
+
+    monkeypatch.setattr(runtime, "form", slowly)
+    with runtime:
+        for _ in range(40):
+            runtime.answer(image(), 0.05)
+        assert runtime.margin.value > 0.004
+        assert min(runtime.margin.recent) < 0.004  # of forecasts: when callers looked, not when they were back
+
+
+def test_the_clock_starts_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt.Promptly, "__enter__", lambda self: time.sleep(0.05))
+    monkeypatch.setattr(prompt.Promptly, "__exit__", lambda self, *error: None)
+    runtime, _ = timed(0.001)
+    with runtime:
+        unseen = []
+        for _ in range(5):
+            began = time.monotonic()
+            answer = runtime.answer(image())
+            unseen.append(time.monotonic() - began - answer.elapsed)
+        assert min(unseen) < 0.03
+
+
 # --- waiting -----------------------------------------------------------------------------------------------------
 
 

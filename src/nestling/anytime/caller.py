@@ -101,8 +101,9 @@ class Anytime:
         A batch may have one deadline per image, and the call returns at the last one. `confident` gives per stage the
         probability at which an answer is sure enough to be final (nestling.confidence finds them).
         """
+        began = self.clock()
         with Promptly():  # from the start: waking the worker may already cost this thread its processor
-            return self.submit(x, deadline, confident).result()
+            return self.ask(x, deadline, confident, every=False, began=began).result()
 
     def answers(
         self, x: Any, confident: Sequence[float] | None = None, deadline: float | None = None
@@ -134,10 +135,17 @@ class Anytime:
     # --- what the above share ------------------------------------------------------------------------------------
 
     def ask(
-        self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool, counts: bool = True
+        self,
+        x: Any,
+        deadline: Limit,
+        confident: Sequence[float] | None,
+        every: bool,
+        counts: bool = True,
+        began: float | None = None,
     ) -> "Pending":
-        """`every`: wake the caller at every stage. `counts`: forecasts learn from it."""
-        began = self.clock()
+        """`every`: wake the caller at every stage. `counts`: forecasts learn from it. `began`: when the caller's clock
+        started, if that was not now."""
+        began = self.clock() if began is None else began
         self.check_open()
         x = self.to_numpy(x)
         images, single = self.intake.images(x)
@@ -214,6 +222,7 @@ class Pending:
         """`due`: when to look at each row, on the clock. `every`: be woken up by every stage, not only by a last one."""
         self.runtime, self.rows, self.due, self.began, self.single = runtime, rows, due, began, single
         self.trail: Trail | None = None  # of a question about one image
+        self.rang: float | None = None  # when the timer that woke us last was due
         self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
         for row in rows:
             row.listeners = (*row.listeners, (self.signal, every))
@@ -228,9 +237,9 @@ class Pending:
         if len(self.rows) == 1:  # the usual case, without the bookkeeping of several
             try:
                 self.wait(self.rows, self.due[0])
-                answer = self.runtime.form(self.rows[0], self.began)
             finally:
                 self.leave()
+            answer = self.hand_over(self.rows[0])
             return answer if self.single else [answer]
         found: list[Answer | None] = [None] * len(self.rows)
         for index, answer in self.each():
@@ -239,7 +248,6 @@ class Pending:
 
     def each(self) -> Iterator[tuple[int, Answer]]:
         """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
-        runtime = self.runtime
         due = {id(row): at for row, at in zip(self.rows, self.due, strict=True)}
         places = {id(row): index for index, row in enumerate(self.rows)}
         waiting = sorted(self.rows, key=lambda row: due[id(row)])
@@ -248,7 +256,7 @@ class Pending:
                 ready = self.wait(waiting, due[id(waiting[0])])
                 for row in ready:
                     waiting.remove(row)
-                    yield places[id(row)], runtime.form(row, self.began)
+                    yield places[id(row)], self.hand_over(row)
         finally:
             self.leave()
 
@@ -262,11 +270,20 @@ class Pending:
             try:
                 news = self.sleep(until)
             except TimeoutError:
-                runtime.margin.observe(runtime.clock() - until)
+                self.rang = until
+                runtime.margin.looked(runtime.clock() - until)
                 continue
             if news is None and not any(row.error for row in waiting):
                 return list(waiting)
         return ready
+
+    def hand_over(self, row: Row) -> Answer:
+        """The answer, and a note of how long after its timer it was ready: that is what the margin must cover."""
+        answer = self.runtime.form(row, self.began)
+        if self.rang is not None:
+            self.runtime.margin.observe(self.runtime.clock() - self.rang)
+            self.rang = None
+        return answer
 
     def stages(self) -> Iterator[Any]:
         """The answers of each stage as it finishes, all images together, until the deadline."""
