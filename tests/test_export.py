@@ -243,6 +243,8 @@ def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(NestlingError, match="other things"):
         export_net(net, bare_spec(net), tmp_path, x)
+    with pytest.raises(NestlingError, match="is a file"):
+        export_net(net, bare_spec(net), tmp_path / "precious.txt", x)
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 

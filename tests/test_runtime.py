@@ -430,6 +430,10 @@ def test_sure_enough_answers_are_final_and_save_the_work() -> None:
         assert [(a.stage, a.final) for a in answers] == [(3, True), (1, True), (3, True), (1, True)]
         assert engine.log == [(1, 4), (2, 2), (3, 2)]  # no work for those that were sure
         assert [a.stage for a in runtime.answers(image(20.0), confident=[0.9, 0.9])] == [1]
+        assert runtime.answer(image(20.0), confident=0.9).stage == 1  # one number is for all stages
+        for wrong in ("0.9", object(), math.nan, [0.9, None]):
+            with pytest.raises(NestlingError, match="probability for all stages"):
+                runtime.answer(image(), confident=wrong)  # type: ignore[arg-type]
         with pytest.raises(NestlingError, match="one number per stage"):
             runtime.answer(x, confident=[0.9])
 
@@ -836,6 +840,14 @@ def test_uint8_images_are_normalised_exactly_as_in_training() -> None:
         assert len(runtime.answer(pixels)) == 3
 
 
+def test_float_pixels_that_were_never_normalised_are_refused() -> None:
+    spec = Spec("timed", SHAPE, tuple("abcde"), ("s1",), mean=(0.5,), std=(0.25,))
+    with Anytime(Timed([0.001]), spec) as runtime:
+        assert runtime.answer(image(2.0)).final and runtime.answer(image(-2.0)).final
+        with pytest.raises(NestlingError, match=r"up to 200.*uint8.*\(x / 255 - mean\) / std"):
+            runtime.answer(image(200.0))
+
+
 def test_the_callers_memory_may_be_reused_at_once() -> None:
     runtime, _ = timed(0.05, 0.05)
     with runtime:
@@ -853,6 +865,8 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
         ({"device": "tpu"}, "unknown device"),
         ({"engine": "onyx"}, "did you mean onnx"),
         ({"device": "cpu", "engine": "graph"}, "CUDA"),
+        ({"device": "cpu", "threads": -1}, "threads=-1.* 0 for all cores"),
+        ({"device": "cpu", "threads": 1.5}, "threads=1.5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> None:

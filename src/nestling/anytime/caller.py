@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from math import nan
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from nestling.anytime.worker import Worker
 from nestling.errors import NestlingError
 
 Limit = float | Sequence[float | None] | None  # seconds for all images, or one for each; None = no deadline
+Sure = float | Sequence[float] | None  # a probability for all stages, or one for each; None = the runtime's own
 MEMORY = 64 * 2**20  # bytes of state kept for unfinished answers
 LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
 MOST_TOGETHER = 64  # images that go through a stage together
@@ -95,19 +97,21 @@ class Anytime:
 
     # --- the four ways to ask ------------------------------------------------------------------------------------
 
-    def answer(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> Any:
+    def answer(self, x: Any, deadline: Limit = None, confident: Sure = None) -> Any:
         """The best Answer within `deadline` seconds (None: the last stage's); a list of them for a batch (N,C,H,W).
 
-        A batch may have one deadline per image, and the call returns at the last one. `confident` gives per stage the
-        probability at which an answer is sure enough to be final (nestling.confidence finds them).
+        A batch may have one deadline per image, and the call returns at the last one. `confident` is the
+        probability at which an answer is sure enough to be final, for all stages or one per stage (nestling.confidence
+        finds them).
         """
         began = self.clock()
         with Promptly():  # from the start: waking the worker may already cost this thread its processor
-            return self.ask(x, deadline, confident, every=False, began=began).result()
+            pending = self.ask(x, deadline, confident, every=False, began=began)
+            found = pending.collect()
+        pending.learn_margin()
+        return found
 
-    def answers(
-        self, x: Any, confident: Sequence[float] | None = None, deadline: float | None = None
-    ) -> Generator[Any, None, None]:
+    def answers(self, x: Any, confident: Sure = None, deadline: float | None = None) -> Generator[Any, None, None]:
         """Yield the Answer of each stage as it finishes (lists of them for a batch); stop whenever you like.
 
         With a deadline it ends then, and what it yielded last is the answer; if that was nothing, not even stage 1 was done.
@@ -118,9 +122,7 @@ class Anytime:
         finally:
             pending.cancel()
 
-    def each(
-        self, x: Any, deadline: Limit, confident: Sequence[float] | None = None
-    ) -> Generator[tuple[int, Answer], None, None]:
+    def each(self, x: Any, deadline: Limit, confident: Sure = None) -> Generator[tuple[int, Answer], None, None]:
         """(position, Answer) of every image of a batch, each by its own deadline, the earliest first."""
         pending = self.submit(x, deadline, confident)
         try:
@@ -128,7 +130,7 @@ class Anytime:
         finally:
             pending.cancel()
 
-    def submit(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> "Pending":
+    def submit(self, x: Any, deadline: Limit = None, confident: Sure = None) -> "Pending":
         """Ask now, take the answer later: `pending.result()`. Another thread may `pending.cancel()`."""
         return self.ask(x, deadline, confident, every=False)
 
@@ -138,7 +140,7 @@ class Anytime:
         self,
         x: Any,
         deadline: Limit,
-        confident: Sequence[float] | None,
+        confident: Sure,
         every: bool,
         counts: bool = True,
         began: float | None = None,
@@ -182,13 +184,18 @@ class Anytime:
         if self.worker.closing:
             raise NestlingError(f"this runtime of {self.spec.name} is closed; make a new one")
 
-    def check_thresholds(self, confident: Sequence[float] | None) -> tuple[float, ...]:
+    def check_thresholds(self, confident: Sure) -> tuple[float, ...]:
         if confident is None:
             return self.thresholds
-        found = tuple(float(value) for value in confident)
+        try:
+            each = [confident] * self.spec.stages if isinstance(confident, int | float | np.number) else confident
+            found = tuple(float(value) for value in each)
+        except (TypeError, ValueError):
+            found = (nan,)
         if len(found) not in (self.spec.stages, self.spec.stages - 1) or any(value != value for value in found):
             raise NestlingError(
-                f"found the thresholds {found}, expected one number per stage but the last ({self.spec.stages - 1})"
+                f"found confident={confident!r}, expected a probability for all stages, or one number per stage but the last "
+                f"({self.spec.stages - 1})"
             )
         return found
 
@@ -234,12 +241,17 @@ class Pending:
 
     def result(self) -> Any:
         """Wait until the deadline or the last stage: an Answer, or a list of them."""
+        found = self.collect()
+        self.learn_margin()
+        return found
+
+    def collect(self) -> Any:
         if len(self.rows) == 1:  # the usual case, without the bookkeeping of several
             try:
                 self.wait(self.rows, self.due[0])
             finally:
                 self.leave()
-            answer = self.hand_over(self.rows[0])
+            answer = self.runtime.form(self.rows[0], self.began)
             return answer if self.single else [answer]
         found: list[Answer | None] = [None] * len(self.rows)
         for index, answer in self.each():
@@ -256,7 +268,9 @@ class Pending:
                 ready = self.wait(waiting, due[id(waiting[0])])
                 for row in ready:
                     waiting.remove(row)
-                    yield places[id(row)], self.hand_over(row)
+                    answer = self.runtime.form(row, self.began)
+                    self.learn_margin()
+                    yield places[id(row)], answer
         finally:
             self.leave()
 
@@ -277,13 +291,11 @@ class Pending:
                 return list(waiting)
         return ready
 
-    def hand_over(self, row: Row) -> Answer:
-        """The answer, and a note of how long after its timer it was ready: that is what the margin must cover."""
-        answer = self.runtime.form(row, self.began)
+    def learn_margin(self) -> None:
+        """An answer is on its way out: how long that took after its timer was due is what the margin must cover."""
         if self.rang is not None:
             self.runtime.margin.observe(self.runtime.clock() - self.rang)
             self.rang = None
-        return answer
 
     def stages(self) -> Iterator[Any]:
         """The answers of each stage as it finishes, all images together, until the deadline."""
