@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -148,6 +149,22 @@ def test_probabilities_are_worked_out_once_and_are_the_callers_own() -> None:
             assert answer.label == answer.probabilities.argmax() and answer.confidence == answer.probabilities.max()
             answer.probabilities[:] = 0  # spoils nobody else's
         np.testing.assert_allclose(runtime.answer(image(), 0).probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
+
+
+def test_an_answer_is_shown_in_short() -> None:
+    runtime, _ = timed(0.001)
+    with runtime:
+        shown = repr(runtime.answer(image(), 0.0))
+    assert re.fullmatch(
+        r"Answer\(label=2, name='c', confidence=0\.400, stage=0, size='', elapsed=\d\.\d{6}, final=False\)", shown
+    )
+
+
+def test_a_forecast_has_no_negative_zeros() -> None:
+    runtime, _ = timed(0.001, 0.001)
+    with runtime:
+        shares, _ = runtime.forecast(5.0)
+    assert shares == [0.0, 0.0, 1.0] and not any(math.copysign(1, share) < 0 for share in shares)
 
 
 def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() -> None:
