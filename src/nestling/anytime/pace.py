@@ -68,6 +68,7 @@ class Margin:
     a timer was due until its caller had the answer in hand."""
 
     LEAST, MOST = 20e-6, 50e-3
+    LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
     RATE = 0.2
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Margin:
 
     def before(self, deadline: float) -> float:
         """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
-        return deadline - min(self.value, deadline / 5)
+        return deadline - min(self.value + self.LEAVING, deadline / 5)
 
     def looks(self, deadline: float) -> list[float]:
         """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
