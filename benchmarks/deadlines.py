@@ -199,6 +199,7 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
         "busy_processes": options.busy, "short": options.short, "answers": len(asked), "lost": options.answers - len(asked),
         "timers": len(bare), "profiled": len(trace), "full_ms": full * 1e3,
         "quiet_ms": [float(v) * 1e3 for v in np.median(quiet, axis=0)],
+        "late_share": float(np.mean([each.late > 0 for each in asked])),  # came back after their deadline, by whatever little
         "lateness_ms": lateness, "bare_timer_ms": timers, "p99_over_bare_ms": lateness["p99"] - timers["p99"],
         "deadlines": by_deadline(asked, trails, np.array(trace), known_trace(runtime), full, subject.wrong),
     }  # fmt: skip

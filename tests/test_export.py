@@ -2,12 +2,15 @@
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from nestling.errors import NestlingError
 from nestling.export import command, export_net, show, write
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
-from nestling.export.graph import write_stage
+from nestling.export.graph import must_trace, write_stage
 from nestling.export.modules import FORMS, as_onnx
 from nestling.export.torchstage import TorchStage
 from nestling.nets import NETS, NestedNet, build
@@ -206,6 +209,59 @@ def test_functions_of_a_nested_module_of_your_own() -> None:
     agree(by_onnx(net, stages, x), net, x)
 
 
+class Functional(nn.Module):
+    """An ordinary network written with functions; `pool` is how it comes from pixels to a vector."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor] = F.relu) -> None:
+        super().__init__()
+        self.pool, self.activation = pool, activation
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.activation(self.conv(x))))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: x.mean((2, 3)),
+        lambda x: torch.mean(x, dim=[-2, -1]),
+        lambda x: x.mean((3, 2), keepdim=True).flatten(1),
+        lambda x: torch.flatten(F.adaptive_avg_pool2d(x, 1), 1),
+        lambda x: F.adaptive_max_pool2d(x, (1, 1)).flatten(1),
+        lambda x: F.avg_pool2d(F.max_pool2d(x, 2), 4).flatten(1),
+        lambda x: F.avg_pool2d(F.max_pool2d(x, 3, 2, 1, ceil_mode=True), 4).flatten(1),
+        lambda x: F.max_pool2d(x, 3, 2, 1, 1, True).mean((2, 3)),
+    ],
+)
+def test_functional_networks_are_written_directly(pool: Callable[[Tensor], Tensor]) -> None:
+    net = nest(Functional(pool), "w,w", (3, 8, 8)).eval()
+    x = torch.randn(3, 3, 8, 8)
+    stages = merge(fold(freeze(net)))
+    assert not any(must_trace(stage) for stage in stages)
+    agree(by_onnx(net, stages, x), net, x)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [F.relu, torch.tanh, F.gelu, F.mish, F.hardswish, F.selu, partial(F.leaky_relu, negative_slope=0.2), F.softsign],
+)
+def test_functional_activations_are_written_directly(activation: Callable[[Tensor], Tensor]) -> None:
+    net = nest(Functional(lambda x: x.mean((2, 3)), activation), "w", (3, 8, 8)).eval()
+    x = torch.randn(3, 3, 8, 8)
+    stages = merge(fold(freeze(net)))
+    assert not any(must_trace(stage) for stage in stages)
+    agree(by_onnx(net, stages, x), net, x)
+
+
+def test_tracing_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    net = nest(Functional(lambda x: x.mean((2, 3)), F.silu), "", (3, 8, 8)).eval()
+    stages = merge(fold(freeze(net)))
+    assert must_trace(stages[0])
+    by_onnx(net, stages, torch.randn(3, 3, 8, 8))
+    assert "torchvision" not in "".join(capfd.readouterr())
+
+
 # --- folders -----------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +299,8 @@ def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(NestlingError, match="other things"):
         export_net(net, bare_spec(net), tmp_path, x)
+    with pytest.raises(NestlingError, match="is a file"):
+        export_net(net, bare_spec(net), tmp_path / "precious.txt", x)
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 

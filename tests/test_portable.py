@@ -101,6 +101,26 @@ def test_deadlines_are_kept_with_torch_not_importable(exported: tuple[NestedNet,
     assert found["late"][285] <= found["bare"][285] + 0.005
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "import sys; sys.modules['torch'] = None; import nestling; nestling.Runtime",
+            "nestling.Runtime: torch is not",
+        ),
+        (
+            "import sys; sys.modules['rich'] = None; from nestling.__main__ import entry; sys.argv[1:] = ['--help']; entry()",
+            "nestling: rich is not",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_install(code: str, says: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and says in last and "pip install nestling" in last
+    assert "Runtime" in says or len(done.stderr.splitlines()) == 1
+
+
 # --- what is not what was exported -------------------------------------------------------------------------------
 
 

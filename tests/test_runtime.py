@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -148,6 +149,22 @@ def test_probabilities_are_worked_out_once_and_are_the_callers_own() -> None:
             assert answer.label == answer.probabilities.argmax() and answer.confidence == answer.probabilities.max()
             answer.probabilities[:] = 0  # spoils nobody else's
         np.testing.assert_allclose(runtime.answer(image(), 0).probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
+
+
+def test_an_answer_is_shown_in_short() -> None:
+    runtime, _ = timed(0.001)
+    with runtime:
+        shown = repr(runtime.answer(image(), 0.0))
+    assert re.fullmatch(
+        r"Answer\(label=2, name='c', confidence=0\.400, stage=0, size='', elapsed=\d\.\d{6}, final=False\)", shown
+    )
+
+
+def test_a_forecast_has_no_negative_zeros() -> None:
+    runtime, _ = timed(0.001, 0.001)
+    with runtime:
+        shares, _ = runtime.forecast(5.0)
+    assert shares == [0.0, 0.0, 1.0] and not any(math.copysign(1, share) < 0 for share in shares)
 
 
 def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() -> None:
@@ -430,6 +447,10 @@ def test_sure_enough_answers_are_final_and_save_the_work() -> None:
         assert [(a.stage, a.final) for a in answers] == [(3, True), (1, True), (3, True), (1, True)]
         assert engine.log == [(1, 4), (2, 2), (3, 2)]  # no work for those that were sure
         assert [a.stage for a in runtime.answers(image(20.0), confident=[0.9, 0.9])] == [1]
+        assert runtime.answer(image(20.0), confident=0.9).stage == 1  # one number is for all stages
+        for wrong in ("0.9", object(), math.nan, [0.9, None]):
+            with pytest.raises(NestlingError, match="probability for all stages"):
+                runtime.answer(image(), confident=wrong)  # type: ignore[arg-type]
         with pytest.raises(NestlingError, match="one number per stage"):
             runtime.answer(x, confident=[0.9])
 
@@ -466,6 +487,35 @@ def test_the_margin_covers_nineteen_wakeups_of_twenty(seed: int, scale: float) -
         margin.observe(value)
     assert 0.9 < np.mean(covered[2000:]) < 0.99
     assert margin.before(0.001) >= 0.0008
+
+
+def test_the_margin_covers_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = timed(0.5)
+    form = runtime.form
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.004)
+        return form(*given)
+
+    monkeypatch.setattr(runtime, "form", slowly)
+    with runtime:
+        for _ in range(40):
+            runtime.answer(image(), 0.05)
+        assert runtime.margin.value > 0.004
+        assert min(runtime.margin.recent) < 0.004  # of forecasts: when callers looked, not when they were back
+
+
+def test_the_clock_starts_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt.Promptly, "__enter__", lambda self: time.sleep(0.05))
+    monkeypatch.setattr(prompt.Promptly, "__exit__", lambda self, *error: None)
+    runtime, _ = timed(0.001)
+    with runtime:
+        unseen = []
+        for _ in range(5):
+            began = time.monotonic()
+            answer = runtime.answer(image())
+            unseen.append(time.monotonic() - began - answer.elapsed)
+        assert min(unseen) < 0.03
 
 
 # --- waiting -----------------------------------------------------------------------------------------------------
@@ -774,7 +824,7 @@ def test_deadlines_are_kept_on_a_gpu() -> None:
         (np.zeros((0, 1, 8, 8), np.float32), "empty"),
         (np.zeros((1, 8, 8), np.float64), "float64"),
         (np.zeros((1, 8, 8), np.int64), "int64"),
-        (np.zeros((1, 8, 8), np.uint8), "normalise"),
+        (np.zeros((1, 8, 8), np.uint8), r"spec=nestling.Spec\(..., mean=..., std=...\)"),
         (np.full((1, 8, 8), np.nan, np.float32), "not numbers"),
         (np.array([np.zeros((1, 8, 8)), np.full((1, 8, 8), np.inf)], np.float32), "image 1"),
         ([[0.0]], "expected an array"),
@@ -807,6 +857,14 @@ def test_uint8_images_are_normalised_exactly_as_in_training() -> None:
         assert len(runtime.answer(pixels)) == 3
 
 
+def test_float_pixels_that_were_never_normalised_are_refused() -> None:
+    spec = Spec("timed", SHAPE, tuple("abcde"), ("s1",), mean=(0.5,), std=(0.25,))
+    with Anytime(Timed([0.001]), spec) as runtime:
+        assert runtime.answer(image(2.0)).final and runtime.answer(image(-2.0)).final
+        with pytest.raises(NestlingError, match=r"up to 200.*uint8.*\(x / 255 - mean\) / std"):
+            runtime.answer(image(200.0))
+
+
 def test_the_callers_memory_may_be_reused_at_once() -> None:
     runtime, _ = timed(0.05, 0.05)
     with runtime:
@@ -824,6 +882,8 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
         ({"device": "tpu"}, "unknown device"),
         ({"engine": "onyx"}, "did you mean onnx"),
         ({"device": "cpu", "engine": "graph"}, "CUDA"),
+        ({"device": "cpu", "threads": -1}, "threads=-1.* 0 for all cores"),
+        ({"device": "cpu", "threads": 1.5}, "threads=1.5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> None:

@@ -26,6 +26,8 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "SumSGD": "nestling.combine",
     "backward": "nestling.gradients",
     "Runtime": "nestling.runtime",
+    "Spec": "nestling.anytime.spec",
+    "export_net": "nestling.export",
     "nest": "nestling.nets.nest",
     "Greedy": "nestling.combine.greedy",
     "from_deadlines": "nestling.combine.priority",
@@ -38,7 +40,11 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
 def __getattr__(name: str) -> Any:
     if name not in EXPORTS:
         raise AttributeError(f"module 'nestling' has no attribute {name!r}")
-    return getattr(importlib.import_module(EXPORTS[name]), name)
+    try:
+        return getattr(importlib.import_module(EXPORTS[name]), name)
+    except ModuleNotFoundError as error:
+        errors = importlib.import_module("nestling.errors")
+        raise errors.NestlingError(f"nestling.{name}: {errors.explain_missing(error)}") from error
 
 
 def __dir__() -> list[str]:

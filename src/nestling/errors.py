@@ -12,6 +12,17 @@ class NestlingError(Exception):
     """Bad input: a wrong name, value, file or folder. Its message says what was found, expected and to do."""
 
 
+def explain_missing(error: ModuleNotFoundError) -> str:
+    """What to do about a package that is not there; a module of our own that is not there is a bug, and raised again."""
+    package = (error.name or "").partition(".")[0]
+    if package == "nestling":
+        raise error
+    return (
+        f"{package} is not installed; run: pip install nestling, which brings what it needs. Installed with --no-deps, only "
+        "nestling.portable works"
+    )
+
+
 def nearest(word: str, valid: Iterable[str], most: int = 3) -> str:
     """The valid names closest to word, closest first, as text for a message: "a, b or c"; all where none is close.
 

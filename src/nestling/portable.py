@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nestling.anytime.caller import MEMORY, Anytime
 from nestling.anytime.engine import warm_up
+from nestling.anytime.inputs import check_threads
 from nestling.anytime.manifest import Manifest, read_graph, read_manifest
 from nestling.anytime.onnx import OnnxEngine, StageGraph
 from nestling.anytime.pace import Pace
@@ -30,6 +31,7 @@ class Portable(Anytime):
 
 def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> OnnxEngine:
     """The engine of exported stages, after every graph has been checked against the manifest."""
+    check_threads(threads)
     if manifest.form != "onnx":
         raise NestlingError(f"{folder} holds stages in the form {manifest.form!r}; export them with --format onnx")
     graphs = [StageGraph(read_graph(folder, stage), stage.takes, stage.gives) for stage in manifest.stages]

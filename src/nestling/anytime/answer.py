@@ -5,7 +5,7 @@ Knows nothing of how answers are made.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Answer:
     """The best answer there was when it was handed over."""
 
@@ -24,8 +24,14 @@ class Answer:
     size: str  # that stage's size, such as "w2"; "" for the prior
     elapsed: float  # seconds from the call until now
     final: bool  # nothing better will come: the last stage answered, or one that was sure enough
-    _probabilities: Callable[[], Floats] = field(repr=False)
-    _refine: Callable[[float | None], "Answer"] = field(repr=False)
+    _probabilities: Callable[[], Floats]
+    _refine: Callable[[float | None], "Answer"]
+
+    def __repr__(self) -> str:
+        return (
+            f"Answer(label={self.label}, name={self.name!r}, confidence={self.confidence:.3f}, stage={self.stage}, "
+            f"size={self.size!r}, elapsed={self.elapsed:.6f}, final={self.final})"
+        )
 
     @cached_property
     def probabilities(self) -> Floats:

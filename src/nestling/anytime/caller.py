@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from math import nan
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from nestling.anytime.worker import Worker
 from nestling.errors import NestlingError
 
 Limit = float | Sequence[float | None] | None  # seconds for all images, or one for each; None = no deadline
+Sure = float | Sequence[float] | None  # a probability for all stages, or one for each; None = the runtime's own
 MEMORY = 64 * 2**20  # bytes of state kept for unfinished answers
 LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
 MOST_TOGETHER = 64  # images that go through a stage together
@@ -95,18 +97,21 @@ class Anytime:
 
     # --- the four ways to ask ------------------------------------------------------------------------------------
 
-    def answer(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> Any:
+    def answer(self, x: Any, deadline: Limit = None, confident: Sure = None) -> Any:
         """The best Answer within `deadline` seconds (None: the last stage's); a list of them for a batch (N,C,H,W).
 
-        A batch may have one deadline per image, and the call returns at the last one. `confident` gives per stage the
-        probability at which an answer is sure enough to be final (nestling.confidence finds them).
+        A batch may have one deadline per image, and the call returns at the last one. `confident` is the
+        probability at which an answer is sure enough to be final, for all stages or one per stage (nestling.confidence
+        finds them).
         """
+        began = self.clock()
         with Promptly():  # from the start: waking the worker may already cost this thread its processor
-            return self.submit(x, deadline, confident).result()
+            pending = self.ask(x, deadline, confident, every=False, began=began)
+            found = pending.collect()
+        pending.learn_margin()
+        return found
 
-    def answers(
-        self, x: Any, confident: Sequence[float] | None = None, deadline: float | None = None
-    ) -> Generator[Any, None, None]:
+    def answers(self, x: Any, confident: Sure = None, deadline: float | None = None) -> Generator[Any, None, None]:
         """Yield the Answer of each stage as it finishes (lists of them for a batch); stop whenever you like.
 
         With a deadline it ends then, and what it yielded last is the answer; if that was nothing, not even stage 1 was done.
@@ -117,9 +122,7 @@ class Anytime:
         finally:
             pending.cancel()
 
-    def each(
-        self, x: Any, deadline: Limit, confident: Sequence[float] | None = None
-    ) -> Generator[tuple[int, Answer], None, None]:
+    def each(self, x: Any, deadline: Limit, confident: Sure = None) -> Generator[tuple[int, Answer], None, None]:
         """(position, Answer) of every image of a batch, each by its own deadline, the earliest first."""
         pending = self.submit(x, deadline, confident)
         try:
@@ -127,17 +130,24 @@ class Anytime:
         finally:
             pending.cancel()
 
-    def submit(self, x: Any, deadline: Limit = None, confident: Sequence[float] | None = None) -> "Pending":
+    def submit(self, x: Any, deadline: Limit = None, confident: Sure = None) -> "Pending":
         """Ask now, take the answer later: `pending.result()`. Another thread may `pending.cancel()`."""
         return self.ask(x, deadline, confident, every=False)
 
     # --- what the above share ------------------------------------------------------------------------------------
 
     def ask(
-        self, x: Any, deadline: Limit, confident: Sequence[float] | None, every: bool, counts: bool = True
+        self,
+        x: Any,
+        deadline: Limit,
+        confident: Sure,
+        every: bool,
+        counts: bool = True,
+        began: float | None = None,
     ) -> "Pending":
-        """`every`: wake the caller at every stage. `counts`: forecasts learn from it."""
-        began = self.clock()
+        """`every`: wake the caller at every stage. `counts`: forecasts learn from it. `began`: when the caller's clock
+        started, if that was not now."""
+        began = self.clock() if began is None else began
         self.check_open()
         x = self.to_numpy(x)
         images, single = self.intake.images(x)
@@ -174,13 +184,18 @@ class Anytime:
         if self.worker.closing:
             raise NestlingError(f"this runtime of {self.spec.name} is closed; make a new one")
 
-    def check_thresholds(self, confident: Sequence[float] | None) -> tuple[float, ...]:
+    def check_thresholds(self, confident: Sure) -> tuple[float, ...]:
         if confident is None:
             return self.thresholds
-        found = tuple(float(value) for value in confident)
+        try:
+            each = [confident] * self.spec.stages if isinstance(confident, int | float | np.number) else confident
+            found = tuple(float(value) for value in each)
+        except (TypeError, ValueError):
+            found = (nan,)
         if len(found) not in (self.spec.stages, self.spec.stages - 1) or any(value != value for value in found):
             raise NestlingError(
-                f"found the thresholds {found}, expected one number per stage but the last ({self.spec.stages - 1})"
+                f"found confident={confident!r}, expected a probability for all stages, or one number per stage but the last "
+                f"({self.spec.stages - 1})"
             )
         return found
 
@@ -214,6 +229,7 @@ class Pending:
         """`due`: when to look at each row, on the clock. `every`: be woken up by every stage, not only by a last one."""
         self.runtime, self.rows, self.due, self.began, self.single = runtime, rows, due, began, single
         self.trail: Trail | None = None  # of a question about one image
+        self.rang: float | None = None  # when the timer that woke us last was due
         self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
         for row in rows:
             row.listeners = (*row.listeners, (self.signal, every))
@@ -225,12 +241,17 @@ class Pending:
 
     def result(self) -> Any:
         """Wait until the deadline or the last stage: an Answer, or a list of them."""
+        found = self.collect()
+        self.learn_margin()
+        return found
+
+    def collect(self) -> Any:
         if len(self.rows) == 1:  # the usual case, without the bookkeeping of several
             try:
                 self.wait(self.rows, self.due[0])
-                answer = self.runtime.form(self.rows[0], self.began)
             finally:
                 self.leave()
+            answer = self.runtime.form(self.rows[0], self.began)
             return answer if self.single else [answer]
         found: list[Answer | None] = [None] * len(self.rows)
         for index, answer in self.each():
@@ -239,7 +260,6 @@ class Pending:
 
     def each(self) -> Iterator[tuple[int, Answer]]:
         """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
-        runtime = self.runtime
         due = {id(row): at for row, at in zip(self.rows, self.due, strict=True)}
         places = {id(row): index for index, row in enumerate(self.rows)}
         waiting = sorted(self.rows, key=lambda row: due[id(row)])
@@ -248,7 +268,9 @@ class Pending:
                 ready = self.wait(waiting, due[id(waiting[0])])
                 for row in ready:
                     waiting.remove(row)
-                    yield places[id(row)], runtime.form(row, self.began)
+                    answer = self.runtime.form(row, self.began)
+                    self.learn_margin()
+                    yield places[id(row)], answer
         finally:
             self.leave()
 
@@ -262,11 +284,18 @@ class Pending:
             try:
                 news = self.sleep(until)
             except TimeoutError:
-                runtime.margin.observe(runtime.clock() - until)
+                self.rang = until
+                runtime.margin.looked(runtime.clock() - until)
                 continue
             if news is None and not any(row.error for row in waiting):
                 return list(waiting)
         return ready
+
+    def learn_margin(self) -> None:
+        """An answer is on its way out: how long that took after its timer was due is what the margin must cover."""
+        if self.rang is not None:
+            self.runtime.margin.observe(self.runtime.clock() - self.rang)
+            self.rang = None
 
     def stages(self) -> Iterator[Any]:
         """The answers of each stage as it finishes, all images together, until the deadline."""

@@ -55,8 +55,8 @@ class Forecast:
     def shares(self, deadline: ArrayLike, slowdown: float = 1.0) -> Floats:
         """The share of questions answered by the prior and by each stage, (1 + stages,). Several deadlines: their mean."""
         done = self.done(np.atleast_1d(np.asarray(deadline, np.float64)), slowdown).mean(axis=1)
-        found: Floats = -np.diff(np.concatenate([[1.0], np.minimum.accumulate(done), [0.0]]))
-        return found
+        edges: Floats = np.concatenate([[1.0], np.minimum.accumulate(done), [0.0]])
+        return edges[:-1] - edges[1:]  # not -np.diff, which makes -0.0 of nothing
 
     def done(self, limits: Floats, slowdown: float) -> Floats:
         """The chance that each stage is done by each limit, (stages, limits)."""

@@ -15,6 +15,8 @@ from nestling.anytime.engine import Floats
 from nestling.anytime.spec import Spec
 from nestling.errors import NestlingError
 
+BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
+
 
 class Intake:
     """Checks and normalises images for one network."""
@@ -24,6 +26,7 @@ class Intake:
         # float32 in the same order as data.augment.normalise, so that both agree to the last bit
         self.centre = (np.array(spec.mean, np.float32) * np.float32(255)).reshape(-1, 1, 1)
         self.scale = (np.float32(1) / (np.array(spec.std, np.float32) * np.float32(255))).reshape(-1, 1, 1)
+        self.white = max(((1 - mean) / std for mean, std in zip(spec.mean, spec.std, strict=True)), default=math.inf)
 
     def images(self, x: Any) -> tuple[Floats, bool]:
         """float32 (N,C,H,W), and whether a single image was given."""
@@ -38,7 +41,8 @@ class Intake:
         if x.dtype == np.uint8:
             if not self.spec.mean:
                 raise NestlingError(
-                    "this runtime does not know how to normalise uint8 images; give normalised float32 ones"
+                    "found uint8 images, but this runtime does not know how to normalise them: make it with "
+                    "spec=nestling.Spec(..., mean=..., std=...), or give normalised float32 images"
                 )
             pixels = batch.astype(np.float32)
             pixels -= self.centre
@@ -51,6 +55,12 @@ class Intake:
         if not np.isfinite(batch).all():
             bad = int((~np.isfinite(batch)).any(axis=(1, 2, 3)).argmax())
             raise NestlingError(f"image {bad} has pixels that are not numbers (NaN or infinite); repair or drop it")
+        if (brightest := float(batch.max())) > BEYOND_WHITE * self.white:
+            raise NestlingError(
+                f"found float32 pixels up to {brightest:.4g}, but a normalised white pixel of {self.spec.name} is "
+                f"{self.white:.2g}; give the pictures as uint8 (0 to 255), or normalise them: (x / 255 - mean) / std with "
+                "the mean and std of runtime.spec"
+            )
         return np.array(batch, order="C"), single
 
     def wanted(self) -> str:
@@ -66,6 +76,13 @@ def seconds(deadline: Any) -> float:
     if isinstance(deadline, bool) or not isinstance(deadline, Real | np.number) or math.isnan(float(deadline)):
         raise NestlingError(f"deadline {deadline!r} is not a number of seconds; write 0.005 for 5 ms, None for none")
     return max(0.0, float(deadline))
+
+
+def check_threads(threads: int) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise NestlingError(
+            f"threads={threads!r}; expected how many threads a stage may use (1 or more), or 0 for all cores"
+        )
 
 
 def deadlines(deadline: Any, count: int) -> list[float]:

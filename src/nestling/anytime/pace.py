@@ -64,24 +64,30 @@ class Pace:
 
 
 class Margin:
-    """How much before a deadline to wake up so as to be back in time: the 98th percentile of recent lateness."""
+    """How much before a deadline to wake up so as to be back in time: the 98th percentile of recent lateness, from the time
+    a timer was due until its caller had the answer in hand."""
 
     LEAST, MOST = 20e-6, 50e-3
+    LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
     RATE = 0.2
 
     def __init__(self) -> None:
         self.value = 100e-6
         self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
 
-    def observe(self, late: float) -> None:
-        """A wake-up came this long after it was due. Moves up 49 times as far as down, so it settles at 98 %."""
+    def looked(self, late: float) -> None:
+        """A wake-up came this long after it was due."""
         self.recent.append(late)
+
+    def observe(self, late: float) -> None:
+        """An answer was handed over this long after the timer was due. Moves up 49 times as far as down, so it settles at
+        98 %."""
         moved = self.value * math.exp(self.RATE * (0.98 if late > self.value else -0.02))
         self.value = min(self.MOST, max(self.LEAST, moved))
 
     def before(self, deadline: float) -> float:
         """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
-        return deadline - min(self.value, deadline / 5)
+        return deadline - min(self.value + self.LEAVING, deadline / 5)
 
     def looks(self, deadline: float) -> list[float]:
         """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""

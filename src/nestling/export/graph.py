@@ -7,8 +7,10 @@ here (somebody's own activation) is traced by torch's exporter instead. Nothing 
 """
 
 import io
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from nestling.export.torchstage import TorchStage
 
 OPSET, IR = 20, 10
 BATCH = "batch"
+EXPORTER = "torch.onnx._internal.exporter._registration"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -76,12 +79,24 @@ def info(name: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, [BATCH, *shape])
 
 
+@contextmanager
+def quietly(name: str) -> Iterator[None]:
+    """Nothing but errors of a logger: torch's exporter tells of every operation that torchvision would add."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def trace_stage(frozen: Frozen, shapes: Shapes) -> bytes:
     """One stage through torch's own exporter: general, and some hundred times slower."""
     state = tuple(torch.zeros(2, *shapes[name]) for name in frozen.takes)  # a batch of one would be taken as a constant
     free = (tuple({0: torch.export.Dim(BATCH)} for _ in state),)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quietly(EXPORTER):
             warnings.simplefilter("ignore")  # the exporter's own, about its own use of torch
             program = torch.onnx.export(
                 TorchStage(frozen),

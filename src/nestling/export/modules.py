@@ -72,15 +72,36 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
 }
 
 
-FUNCTIONS: dict[Any, str] = {
-    F.relu: "Relu", torch.relu: "Relu", F.sigmoid: "Sigmoid", torch.sigmoid: "Sigmoid", F.tanh: "Tanh", torch.tanh: "Tanh"
+# Functions whose further arguments are those of a module, in the same order or (F.max_pool2d, as torch.fx sees it) by name.
+TWINS: dict[Any, type[nn.Module]] = {
+    F.relu: nn.ReLU, torch.relu: nn.ReLU, F.sigmoid: nn.Sigmoid, torch.sigmoid: nn.Sigmoid, F.tanh: nn.Tanh,
+    torch.tanh: nn.Tanh, F.leaky_relu: nn.LeakyReLU, F.elu: nn.ELU, F.selu: nn.SELU, F.gelu: nn.GELU, F.mish: nn.Mish,
+    F.hardswish: nn.Hardswish, F.hardsigmoid: nn.Hardsigmoid, F.softsign: nn.Softsign, F.max_pool2d: nn.MaxPool2d,
+    F.avg_pool2d: nn.AvgPool2d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d, F.adaptive_max_pool2d: nn.AdaptiveMaxPool2d,
 }  # fmt: skip
 
 
 def as_onnx(module: nn.Module) -> Steps | None:
     """The operators of a module; None if it has no form here. Subclasses may do anything, so only the very types count."""
     if isinstance(module, Call):  # a function of a network that was traced
-        plain = not any(module.arguments) and not any(module.options.values())
-        return [(FUNCTIONS[module.function], {})] if plain and module.function in FUNCTIONS else None
+        return call(module)
     form = FORMS.get(type(module))
     return form(module) if form else None
+
+
+def call(made: Call) -> Steps | None:
+    if made.place != 0:
+        return None
+    rest, options = made.arguments[1:], made.options
+    if made.function is torch.mean:
+        return pixel_mean(*rest, **options)
+    if made.function not in TWINS:
+        return None
+    return as_onnx(TWINS[made.function](*rest, **options))
+
+
+def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
+    if options or not isinstance(dim, tuple | list) or sorted(each % 4 for each in dim) != [2, 3]:
+        return None
+    pooled: Steps = [("GlobalAveragePool", {})]
+    return pooled if keepdim else [*pooled, ("Flatten", {})]

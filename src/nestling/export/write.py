@@ -102,6 +102,8 @@ def versions(form: str) -> dict[str, str]:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder that is filled beside its place and moved there at the end; on an error nothing is left of it."""
     place, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
+    if folder.exists() and not folder.is_dir():
+        raise NestlingError(f"{folder} is a file, expected a folder to write an export into; choose another name")
     if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
         raise NestlingError(f"{folder} holds other things than an export; choose another folder")
     shutil.rmtree(place, ignore_errors=True)

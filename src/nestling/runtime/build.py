@@ -9,6 +9,7 @@ import importlib.util
 import torch
 
 from nestling.anytime.engine import Engine
+from nestling.anytime.inputs import check_threads
 from nestling.errors import NestlingError, nearest
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
@@ -22,6 +23,7 @@ def build_engine(net: NestedNet, device: str = "cpu", engine: str = "auto", thre
     """The engine of a network. `threads` is for CPUs: 1 keeps its pace on a busy machine, 0 uses all cores."""
     if engine not in ENGINES:
         raise NestlingError(f"unknown engine {engine!r}; did you mean {nearest(engine, ENGINES)}?")
+    check_threads(threads)
     kind = torch.device(device).type
     if engine == "auto":
         engine = "graph" if kind == "cuda" else "onnx" if importlib.util.find_spec("onnxruntime") else "eager"

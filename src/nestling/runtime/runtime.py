@@ -41,8 +41,9 @@ class Runtime(Anytime):
         memory: int = MEMORY,
         spec: Spec | None = None,
     ) -> None:
-        """`source` is a network, a run's folder, or the name of a trained network that comes with nestling. `spec` says more
-        about a bare network than its plan does."""
+        """`source` is a network, a run's folder, or the name of a trained network that comes with nestling. `threads` is for
+        CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare network than its plan
+        does: with a mean and std, uint8 images are normalised."""
         device = choose_device(device)
         self.run: RunDir | None = None
         if isinstance(source, NestedNet):
