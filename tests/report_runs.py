@@ -3,11 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from nestling import cost
-from nestling.data import load
-from nestling.evaluate import trained
+from nestling import profile
 from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
 from nestling.train import train
 
@@ -34,10 +30,7 @@ def make_runs(folder: Path) -> Path:
     made["sgd-0"] = replace(recipe(NAME, "sgd"), train=replace(recipe(NAME, "sgd").train, diagnostics=False))
     made |= {f"alone-{stage}-0": recipe(NAME, "sgd", 0, alone=stage) for stage in (1, 2, 3)}
     made["alone-1-1"] = recipe(NAME, "sgd", 1, alone=1)  # a seed without the other sizes: of no use to an oracle
-    images = next(iter(load(DataRecipe(), "cpu").test.batches(16)))[0]
     for name, each in made.items():
         train(each, str(folder / name), command=f"nestling train {each.name}", quiet=True)
-        run, net, _ = trained(str(folder / name))
-        with torch.no_grad():
-            cost.save_profile(run, cost.measure(net, images, repeats=20))
+        profile.command(str(folder / name), device="cpu", engine="eager", repeats=20)
     return folder

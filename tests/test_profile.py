@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 import nestling
-from nestling import confidence, cost, export, predict, profile, train
+from nestling import confidence, cost, export, nets, predict, profile, train
 from nestling.anytime import Abandoned, Pace, Stop
 from nestling.anytime.engine import Floats
 from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
@@ -29,8 +29,10 @@ from nestling.cli import main
 from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS
+from nestling.recipe import NetworkRecipe
 from nestling.rundir import RunDir
 from nestling.runtime import Runtime
+from nestling.runtime.build import build_engine
 from nestling.runtime.runtime import load_source
 
 
@@ -74,6 +76,26 @@ def test_a_profile_is_stored_with_the_run_and_read_by_the_runtime(run: Path) -> 
 def test_more_threads_are_measured_in_a_process_of_their_own(run: Path) -> None:
     result = profile.command(str(run), repeats=5, threads=(1, 2), dry=True)
     assert [each["threads"] for each in result["conditions"]] == [1, 2]
+
+
+class Ticks:
+    """A clock that reads 0, 1, 2, ... seconds."""
+
+    def __init__(self) -> None:
+        self.time = -1.0
+
+    def __call__(self) -> float:
+        self.time += 1
+        return self.time
+
+
+def test_the_clock_is_read_once_before_the_stages_and_once_after_each() -> None:
+    net, clock = nets.build(NetworkRecipe("width-digits")), Ticks()
+    engine = build_engine(net, "cpu", "eager")
+    found = profile.measure(engine, net, np.zeros((3, 1, 8, 8), np.float32), repeats=4, batch=2, clock=clock)
+    assert found.trace == ((1000.0, 2000.0, 3000.0),) * 4
+    assert clock.time + 1 == (cost.WARM_UP + 4) * (1 + 3)
+    assert found.macs == tuple(net.plan.macs(stage) for stage in (1, 2, 3))
 
 
 @pytest.mark.parametrize("wrong", [{"repeats": 0}, {"threads": (0,)}, {"batch": (-1,)}])

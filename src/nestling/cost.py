@@ -1,26 +1,18 @@
-"""What each stage costs: latency measured on a device, beside the plan's MACs.
+"""What each stage costs: latency measured on a device, beside the plan's MACs, as profile.json in a run folder keeps it.
 
-Comes in: a net, images, how often to run it, a device. Goes out: a Latency, whose trace keeps every repeat (the
-deadline study needs the spread, not only the middle), and profile.json in a run folder. A stage's time is the
-time until its answer is out, the earlier stages' included. Runs eager torch only; knows no data set.
+A Latency's trace holds every repeat (the deadline study needs the spread, not only the middle). A stage's time is the time
+until its answer is out, the earlier stages' included. Who measures is profile.py; nothing here runs a network.
 """
 
-import copy
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nestling.errors import NestlingError
-from nestling.nets import NestedNet
-from nestling.provenance import device_name
 from nestling.rundir import RunDir
 
 PROFILE = "profile.json"
@@ -53,71 +45,6 @@ class Latency:
 
     def median(self) -> tuple[float, ...]:
         return tuple(statistics.median(column) for column in zip(*self.trace, strict=True))
-
-
-def measure(
-    net: NestedNet,
-    x: Tensor,
-    repeats: int = 200,
-    device: torch.device | str = "cpu",
-    batch: int = 1,
-    threads: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Latency:
-    """Run net stage by stage on `batch` images of x at a time, over and over, and time every stage.
-
-    x (k,C,H,W) is gone through in turn, so that the trace is over real inputs. threads=0 keeps torch's own number.
-    The net itself is left as it is: a copy is moved to the device and put into evaluation mode.
-    """
-    if repeats < 1 or batch < 1 or len(x) < batch:
-        raise NestlingError(
-            f"cannot measure {repeats} repeats of {batch} images out of {len(x)}; ask for at least one of each "
-            "and give at least as many images as one batch holds"
-        )
-    device = torch.device(device)
-    copied = copy.deepcopy(net).to(device).eval()
-    x = x.to(device)
-    batches = [x[start : start + batch] for start in range(0, len(x) - batch + 1, batch)]
-    with using_threads(threads), torch.inference_mode():
-        for repeat in range(WARM_UP):
-            one_run(copied, batches[repeat % len(batches)], clock)
-        trace = tuple(one_run(copied, batches[repeat % len(batches)], clock) for repeat in range(repeats))
-        found_threads = torch.get_num_threads()
-    return Latency(
-        trace=trace,
-        macs=tuple(net.plan.macs(stage) for stage in net.plan.answering),
-        device=device_name(str(device)),
-        threads=found_threads,
-        batch=batch,
-        dtype=str(x.dtype).removeprefix("torch."),
-    )
-
-
-def one_run(net: NestedNet, x: Tensor, clock: Callable[[], float]) -> tuple[float, ...]:
-    """Milliseconds from the start until each stage's logits are there."""
-    wait = torch.cuda.synchronize if x.device.type == "cuda" else nothing
-    wait()
-    start = clock()
-    done = []
-    for _ in net.answers(x):
-        wait()
-        done.append((clock() - start) * 1e3)
-    return tuple(done)
-
-
-def nothing() -> None:
-    """On a CPU there is nothing to wait for."""
-
-
-@contextmanager
-def using_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def to_dict(latency: Latency) -> dict[str, Any]:
@@ -160,10 +87,6 @@ def from_dict(found: Mapping[str, Any]) -> Latency:
     if not trace or len({len(row) for row in trace}) != 1 or not trace[0]:
         raise NestlingError("trace_ms should hold one row per repeat, all of one length; measure the profile again")
     return Latency(trace, macs, **known, engine=str(found.get("engine", "")))
-
-
-def save_profile(run: RunDir, latency: Latency) -> None:
-    run.write_json(PROFILE, to_dict(latency))
 
 
 def load_profile(run: RunDir) -> Latency:
