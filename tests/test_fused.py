@@ -76,6 +76,18 @@ def test_all_but_the_stem_and_the_halving_convolutions_of_a_resnet_are_fused() -
     assert sum(bool(unit.shortcut) for unit in found) >= 18  # of 21 sums
 
 
+@pytest.mark.parametrize("name", CIFAR)
+def test_stems_and_widened_shortcuts_are_taken_too(name: str) -> None:
+    net = build(NetworkRecipe(name=name)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    fused = Fused(net)
+    assert len(fused.stems) == sum(node.reads == (net.plan.input.name,) for node in net.plan.nodes)
+    widened = {node.name for node in net.plan.nodes if -1 in node.source}
+    assert widened and widened <= set(fused.tables)
+    for there, back in fused.tables.values():
+        assert all(back[channel] == place for place, channel in enumerate(there.tolist()) if channel >= 0)
+        assert sum(back >= 0) == sum(there >= 0)
+
+
 def test_values_are_handed_out_as_often_as_they_are_read_and_then_forgotten() -> None:
     drawn = plan(NetworkRecipe(name="depth-sparse98"))
     readers = count_readers(items(drawn), drawn.heads)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nestling.fused import launch
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Fan, Halve, Norm, NormRelu, NormReluConv
+from nestling.fused.functions import AddAll, Conv, Fan, Halve, Norm, NormRelu, NormReluConv, Pick
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -70,15 +70,31 @@ def fits_norm(node: Node) -> bool:
     return node.function == "batch" and node.affine and node.channels in CHANNELS and len(node.size) == 2
 
 
-def fits_conv(plan: Plan, node: Node) -> bool:
+def plain(node: Node) -> bool:
     shape = (node.op, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias)
-    plain = shape == ("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, False) and not node.shares
-    return plain and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
+    return shape == ("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, False) and not node.shares
+
+
+def fits_conv(plan: Plan, node: Node) -> bool:
+    return plain(node) and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
+
+
+def fits_stem(plan: Plan, node: Node) -> bool:
+    """A convolution of the pictures themselves, which no gradient goes back to."""
+    first = node.reads == (plan.input.name,) and plan.input.channels <= CHANNELS[0]
+    return plain(node) and node.channels in CHANNELS and first
 
 
 def fits_sum(plan: Plan, node: Node) -> bool:
     small = len(node.size) == 2 and len(node.reads) <= 8 and node.channels in CHANNELS
     return small and node.op == "zip" and node.function == "add" and all(alike(plan, read, node) for read in node.reads)
+
+
+def fits_pick(plan: Plan, node: Node) -> bool:
+    """Channels of an image put elsewhere, none of them twice."""
+    taken = [channel for channel in node.source if channel >= 0]
+    whole = node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS and len(node.size) == 2
+    return node.op == "select" and whole and len(set(taken)) == len(taken)
 
 
 def alike(plan: Plan, name: str, node: Node) -> bool:
@@ -108,7 +124,9 @@ def fits(net: NestedNet, batch: int) -> bool:
     sums = [item for item in found if isinstance(item, Node) and fits_sum(net.plan, item)]
     pixels = [batch * prod(size) for size in [unit.norm.size for unit in units] + [item.size for item in sums]]
     whole = all(each % launch.LEAST == 0 and each * CHANNELS[-1] < 2**31 for each in pixels)  # places are 32 bits
-    laid = all(unit.conv is not None and launch.can_pack(net.layer(unit.conv.name).weight) for unit in fused)
+    read = [unit.conv.name for unit in fused if unit.conv is not None]
+    read += [node.name for node in net.plan.nodes[1:] if fits_stem(net.plan, node)]
+    laid = all(launch.can_pack(net.layer(name).weight) for name in read)
     return whole and laid and 2 * len(fused) > len(convs)
 
 
@@ -118,7 +136,9 @@ class Fused:
     def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16) -> None:
         self.net, self.dtype = net, dtype
         self.items = items(net.plan)
+        self.stems = {node.name for node in net.plan.nodes[1:] if fits_stem(net.plan, node)}
         convs = [item.conv.name for item in self.items if isinstance(item, Unit) and item.conv is not None]
+        convs += sorted(self.stems)
         self.shadow = launch.Shadow([net.layer(name).weight.detach() for name in convs], dtype)
         self.shadows = dict(zip(convs, self.shadow.parts, strict=True))
         masks = {name: net.layer(name).mask for name in convs}  # laid out as the weights are
@@ -126,6 +146,8 @@ class Fused:
         self.readers = count_readers(self.items, net.plan.heads)
         self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
         self.aside = Aside(self.shadow.flat.device)
+        picks = [node for node in net.plan.nodes if node.op == "select" and fits_pick(net.plan, node)]
+        self.tables = {node.name: self.table(node) for node in picks}
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.shadow.refresh()
@@ -147,9 +169,20 @@ class Fused:
                 and got[0].shape[2] % 2 == 0 == got[0].shape[3] % 2
             ):
                 out = Halve.apply(self.laid(got[0]))
+            elif item.name in self.tables:
+                out = Pick.apply(self.laid(got[0]), *self.tables[item.name])
+            elif item.name in self.stems:
+                out, moments[item.name] = Conv.apply(
+                    self.laid(got[0]), weights[item.name], self.shadows[item.name], self.masks[item.name],
+                    item.name in self.measured, self.aside,
+                )  # fmt: skip
+            elif item.op == "linear":
+                with torch.autocast(x.device.type, enabled=False):
+                    out = self.net.compute(item, [each.float() for each in got])
             else:
                 out = self.net.compute(item, got)
-            values.put(item.name, out)
+            # Vectors are short: as float32 they need no casts to and fro for each head and its loss.
+            values.put(item.name, out.float() if out.dim() == 2 else out)
         return tuple(values.take(head) for head in self.net.plan.heads)
 
     def unit(self, unit: Unit, values: "Values", moments: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
@@ -170,6 +203,14 @@ class Fused:
             )  # fmt: skip
         values.put(unit.gives, out)
         values.hand_on(name, passed)
+
+    def table(self, node: Node) -> tuple[Tensor, Tensor]:
+        """Where each channel of a selection comes from, and where each channel of its input goes."""
+        place = {channel: i for i, channel in enumerate(node.source)}
+        back = [place.get(channel, -1) for channel in range(self.net.plan.by_name[node.reads[0]].channels)]
+        device = self.shadow.flat.device
+        there, back_again = (torch.tensor(each, dtype=torch.int32, device=device) for each in (node.source, back))
+        return there, back_again
 
     def laid(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).contiguous(memory_format=torch.channels_last)

@@ -76,6 +76,34 @@ class NormReluConv(torch.autograd.Function):
         return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
 
 
+class Conv(torch.autograd.Function):
+    """(pictures) -> (their convolution, its moments)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, shadow: Tensor, mask: Tensor | None, wants_moments: bool, aside: Aside
+    ) -> tuple[Tensor, Tensor]:
+        cout = weight.shape[0]
+        tiles = proof.tiles(x, cout, back=False, moments=wants_moments)
+        y, found = launch.conv(x, shadow, cout, moments=wants_moments, tiles=tiles)
+        ctx.save_for_backward(x, mask)
+        ctx.aside = aside
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found)
+        return y, found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return (None,) * 6
+        x, mask = ctx.saved_tensors
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dy = laid_out(grads[0], x)
+            dw = ctx.aside.run(launch.weight_gradient, x, dy, mask, proof.splits(x, dy.shape[1]))
+        return None, dw, *[None] * 4
+
+
 class NormRelu(torch.autograd.Function):
     """(z) -> (relu(norm(z)), z)."""
 
@@ -104,11 +132,12 @@ class AddAll(torch.autograd.Function):
     def forward(ctx: Any, wants_moments: bool, *xs: Tensor) -> tuple[Tensor, Tensor]:
         y, moments = launch.add_all(xs, wants_moments)
         ctx.count = len(xs)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
         return y, moments
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *[grads[0]] * ctx.count)
 
 
@@ -136,3 +165,16 @@ class Halve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return launch.halve_back(laid_out(grads[0], grads[0]))
+
+
+class Pick(torch.autograd.Function):
+    """(x) -> some of its channels, each at most once, and zeros between them; `back` says where each went, if anywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return launch.pick(x, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return launch.pick(laid_out(grads[0], grads[0]), ctx.back), None, None

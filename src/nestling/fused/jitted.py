@@ -353,3 +353,13 @@ def halve_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl
     small = r // (2 * W) * (W // 2) + r % W // 2
     got = tl.load(dy + small[:, None] * C + c[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(dx + r[:, None] * C + c[None, :], (got * 0.25).to(dx.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def pick(x, table, y, CIN: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """Channels by number; a negative one is zeros."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    source = tl.load(table + c, mask=c < C, other=-1)
+    got = tl.load(x + r[:, None] * CIN + source[None, :], mask=(source >= 0)[None, :], other=0.0)
+    tl.store(y + r[:, None] * C + c[None, :], got, mask=(c < C)[None, :])

@@ -45,8 +45,8 @@ def conv_tiles(pixels: int, cin: int, cout: int, back: bool = False) -> Tiles:
     columns, depth, taps = power(cout, 8), min(64, power(cin)), 1
     if columns > 64:
         return Tiles(128, 64, depth, 4, 3) if back and pixels % 128 == 0 else Tiles(64, 128, depth, 8, 4)
-    if cin == 8:
-        depth, taps = 32, 3
+    if cin <= 8:
+        depth, taps = power(3 * cin), 3
     rows = next(rows for rows in (512, 256, 128, 64) if fits(rows, columns, depth, pixels))
     # 256 x 16 x 16 in three stages is what Triton 3.6 has got wrong
     stages = 3 if columns > 16 or (columns == 16 and rows == 512) else 2 if pixels >= LARGE else 4
@@ -248,6 +248,15 @@ def halve_back(dy: Tensor) -> Tensor:
     rows = elementwise_rows(m, c)
     kernels().halve_back[(m // rows,)](dy, dx, H=2 * h, W=2 * w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return dx
+
+
+def pick(x: Tensor, table: Tensor) -> Tensor:
+    """The channels of x that a table numbers, zeros where it is negative."""
+    c, m = len(table), rows_of(x)
+    rows = elementwise_rows(m, c)
+    y = image(x, c)
+    kernels().pick[(m // rows,)](x, table, y, CIN=x.shape[1], C=c, CP=power(c, 8), BM=rows, num_warps=4)
+    return y
 
 
 def can_pack(weight: Tensor) -> bool:
