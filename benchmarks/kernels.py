@@ -1,13 +1,12 @@
-"""Our convolution kernels against cuDNN's, shape by shape, and the tile sizes that are fastest.
+"""Our convolution kernels against Triton's and cuDNN's, shape by shape, and the tile sizes that are fastest.
 
-    python benchmarks/kernels.py --json results/kernels-h200.json     # the tiles in use, against torch
-    python benchmarks/kernels.py --tune                               # tries many tiles, prints the best
-    python benchmarks/kernels.py --tune --beside 6                    # and which is best where six trainings share the chip
+    python benchmarks/kernels.py --beside 6 --json results/kernels-h200.json     # those in use, against Triton's and torch's
+    python benchmarks/kernels.py --tune --beside 6                               # tries many tiles, prints the best
 
 Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in a training step of 128 images. torch's
-figures are its convolution alone; ours do more: forward gathers batch norm's moments, backward goes on through relu.
-With --beside the graph has that many streams, each with images of its own, and the time is the graph's over all its kernels:
-what a kernel takes from the others, which need not be how long it is on its way.
+figures are its convolution alone; ours do more: forward does batch norm and relu before it and gathers the next batch norm's
+moments, backward goes on through relu. With --beside the graph has that many streams, each with images of its own, and the
+time is the graph's over all its kernels: what a kernel takes from the others, which need not be how long it is on its way.
 """
 
 import argparse
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import launch, proof
+from nestling.fused import launch, narrow, proof
+from nestling.fused.narrow import Blocks
 from nestling.provenance import provenance
 
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
@@ -76,13 +76,14 @@ class Case:
         self.shadow = launch.Shadow([self.weight])
         self.shadow.refresh()
 
-    def forward(self, tiles: launch.Tiles | None = None) -> Any:
-        return launch.conv(self.x, self.shadow.parts[0], self.channels, moments=True, tiles=tiles)
+    def forward(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
+        shadow = self.shadow.parts[0]
+        return launch.norm_relu_conv(self.z, self.affine, shadow, self.channels, moments=True, tiles=tiles)
 
-    def back(self, tiles: launch.Tiles | None = None) -> Any:
+    def back(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
         return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
 
-    def weights(self, splits: launch.Splits | None = None) -> Any:
+    def weights(self, splits: launch.Splits | Blocks | None = None) -> Any:
         return launch.weight_gradient(self.x, self.dy, None, splits)
 
     def torch_forward(self) -> Any:
@@ -95,21 +96,29 @@ class Case:
         )
 
 
-def conv_choices(case: Case) -> list[launch.Tiles]:
-    """All taps one by one, or three at a time where a row of them is narrow."""
+def conv_choices(case: Case) -> list[Any]:
+    """Triton's: all taps one by one, or three at a time where a row of them is narrow. Those of conv.cu where it fits."""
     wide = launch.power(case.channels)
     depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 16 else set())
     columns = {8, 16} if case.channels == 8 else {min(wide, 64), min(wide, 128)}
     found = itertools.product((64, 128, 256, 512), columns, sorted(depths), (4, 8), (2, 3, 4))
     tiles = [launch.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
-    return [t for t in tiles if 2048 <= t.rows * t.columns <= 16384]
+    found_blocks = [
+        Blocks(r, w, n) for r, w, n in itertools.product((4, 8, 16), (4, 8), (2, 3, 4, 6)) if r <= case.side
+    ]
+    blocks = [b for b in found_blocks if b.rows * case.side % (16 * b.warps) == 0]
+    few = narrow.suits(case.x, case.channels)
+    return (blocks if few else []) + [t for t in tiles if 2048 <= t.rows * t.columns <= 16384]
 
 
-def split_choices(case: Case) -> list[launch.Splits]:
+def split_choices(case: Case) -> list[Any]:
     wide, row = launch.power(case.channels), launch.power(3 * case.channels)
     shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
     found = itertools.product((32, 64, 128), sorted(shapes), (66, 132, 264, 396), (4, 8), (2, 3))
-    return [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
+    counts = itertools.product((4, 8), (4, 8), (2, 3, 4), (32, 64, 128, 256))
+    blocks = [Blocks(r, w, n, count) for r, w, n, count in counts if count * r <= len(case.x) * case.side]
+    few = narrow.suits(case.x, case.channels)
+    return (blocks if few else []) + [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
 
 
 def compile_some(job: tuple[int, int, int, int, int]) -> None:
@@ -149,7 +158,7 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
         cases = [Case(c, side, batch) for _ in range(beside)]
         x, tiles, splits = cases[0].x, conv_choices(cases[0]), split_choices(cases[0])
         kinds: list[tuple[str, list[Any], Any]] = [
-            ("forward", tiles, partial(proof.conv_agrees, x, c, adds=True, moments=True)),
+            ("forward", tiles, partial(proof.conv_agrees, x, c, normed=True, adds=True, moments=True)),
             ("back", tiles, partial(proof.back_agrees, x, c)),
             ("weights", splits, partial(proof.weight_agrees, x, c)),
         ]
@@ -168,7 +177,7 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
             def told(choice: Any, us: float, timed: Any = timed) -> dict[str, Any]:
                 return {"us": round(us, 2), "alone_us": round(timed(choice, 1), 2), "choice": list(choice)}
 
-            used = in_use(name, launch.rows_of(x), c)
+            used = in_use(cases[0])[name]
             row = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
             row |= {
                 "used": told(used, timed(used)),
@@ -181,41 +190,58 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
     return rows
 
 
-def in_use(name: str, pixels: int, channels: int) -> Any:
-    if name == "weights":
-        return launch.weight_splits(pixels, channels, channels)
-    return launch.conv_tiles(pixels, channels, channels, name == "back")
+def in_use(case: Case) -> dict[str, Any]:
+    x, c = case.x, case.channels
+    return {"forward": proof.tiles(x, c, normed=True), "back": proof.back_tiles(x, c), "weights": proof.splits(x, c)}
 
 
-def compare(shapes: list[tuple[int, int]], batch: int) -> list[dict[str, Any]]:
+def tritons(case: Case) -> dict[str, Any]:
+    pixels, c = launch.rows_of(case.x), case.channels
+    return {
+        "forward": launch.conv_tiles(pixels, c, c),
+        "back": launch.conv_tiles(pixels, c, c, back=True),
+        "weights": launch.weight_splits(pixels, c, c),
+    }
+
+
+def compare(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[str, Any]]:
+    """Each kernel alone and, per kernel, so many at once: the choice in use, Triton's, torch's (alone)."""
     rows = []
+    at_once = f"{beside} at once"
     print(
-        f"{'channels':>8} {'side':>4} | {'forward':>8} {'torch':>6} | {'back':>6} {'torch':>6} | {'weights':>7} {'torch':>6}"
+        f"{'channels':>8} {'side':>4} {'kernel':8} | {'ours':>6} {at_once:>9} | {'Triton':>6} {at_once:>9} | {'torch':>6}"
     )
     for c, side in shapes:
-        case = Case(c, side, batch)
-        us = {
-            "forward": graphed(case.forward), "torch_forward": graphed(case.torch_forward),
-            "back": graphed(case.back), "torch_back": graphed(lambda: case.torch_back((True, False, False))),  # noqa: B023
-            "weights": graphed(case.weights), "torch_weights": graphed(lambda: case.torch_back((False, True, False))),  # noqa: B023
-        }  # fmt: skip
-        rows.append({"channels": c, "side": side, "batch": batch, **{k: round(v, 2) for k, v in us.items()}})
-        f, tf, b, tb, w, tw = us.values()
-        print(f"{c:8} {side:4} | {f:8.1f} {tf:6.1f} | {b:6.1f} {tb:6.1f} | {w:7.1f} {tw:6.1f}", flush=True)
+        cases = [Case(c, side, batch) for _ in range(beside)]
+        torchs = {
+            "forward": cases[0].torch_forward,
+            "back": partial(cases[0].torch_back, (True, False, False)),
+            "weights": partial(cases[0].torch_back, (False, True, False)),
+        }
+        for name in torchs:
+            row: dict[str, Any] = {"channels": c, "side": side, "batch": batch, "kernel": name, "beside": beside}
+            for whose, choices in (("ours", in_use(cases[0])), ("triton", tritons(cases[0]))):
+                works = [partial(getattr(case, name), choices[name]) for case in cases]
+                row |= {whose: round(graphed(works[0]), 2), f"{whose}_beside": round(graphed(*works), 2)}
+            row["torch"] = round(graphed(torchs[name]), 2)
+            rows.append(row)
+            ours, ours_beside, theirs, theirs_beside, torchs_own = list(row.values())[5:]
+            figures = f"{ours:6.1f} {ours_beside:9.1f} | {theirs:6.1f} {theirs_beside:9.1f} | {torchs_own:6.1f}"
+            print(f"{c:8} {side:4} {name:8} | {figures}", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try many tiles")
-    parser.add_argument("--beside", type=int, default=1, help="tune for this many at once")
+    parser.add_argument("--beside", type=int, default=1, help="time or tune this many at once")
     parser.add_argument("--shapes", nargs="*", default=[], help="channels:side, such as 32:32; all by default")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     shapes = [(int(c), int(side)) for c, side in (each.split(":") for each in args.shapes)] or SHAPES
-    rows = tune(shapes, args.batch, args.beside) if args.tune else compare(shapes, args.batch)
+    rows = tune(shapes, args.batch, args.beside) if args.tune else compare(shapes, args.batch, args.beside)
     if args.json:
         found = {"benchmark": "kernels", "rows": rows, "provenance": provenance(" ".join(sys.argv), "cuda", time.time)}
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")

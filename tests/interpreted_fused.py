@@ -4,6 +4,7 @@
 """
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor
@@ -57,20 +58,18 @@ def proofs() -> int:
     like = torch.empty(4, 8, 8, 8).contiguous(memory_format=torch.channels_last)
     for cout in (8, 16):
         tiles = launch.conv_tiles(launch.rows_of(like), 8, cout)
-        for adds in (False, True):
-            for moments in (False, True):
-                assert proof.conv_agrees(like, cout, tiles, adds, moments)
-                held += 1
+        for normed, adds, moments in itertools.product((False, True), repeat=3):
+            assert proof.conv_agrees(like, cout, tiles, normed, adds, moments)
+            held += 1
         assert proof.back_agrees(like, cout, tiles)
         assert proof.weight_agrees(like, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
         held += 2
     held += sum(cuts(channels, side) for channels, side in SHAPES)
     image = proof.random_image(like, 8, 0)
     found = launch.moments_of(image)
-    rows = launch.rows_of(image) // found.shape[2]
-    assert proof.moments_agree(found, image, rows)
+    assert proof.moments_agree(found, image)
     for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
-        assert not proof.moments_agree(wrong, image, rows)
+        assert not proof.moments_agree(wrong, image)
     return held + 3
 
 
@@ -78,7 +77,7 @@ def cuts(channels: int, side: int) -> int:
     """The tiles that 128 images get, on fewer images."""
     like, pixels = torch.empty(2, channels, 16, 16).contiguous(memory_format=torch.channels_last), 128 * side**2
     tiles = [launch.conv_tiles(pixels, channels, channels, back) for back in (False, True)]
-    assert proof.conv_agrees(like, channels, tiles[0], adds=True, moments=True)
+    assert proof.conv_agrees(like, channels, tiles[0], normed=True, adds=True, moments=True)
     assert proof.back_agrees(like, channels, tiles[1])
     assert proof.weight_agrees(like, channels, launch.weight_splits(pixels, channels, channels))
     return 3

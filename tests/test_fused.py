@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import Fused, launch, proof, suits
+from nestling.fused import Fused, launch, narrow, proof, suits
 from nestling.fused.aside import Aside, Joined
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
@@ -302,20 +302,30 @@ SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (3
 @pytest.mark.parametrize(("channels", "side"), SHAPES)
 def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
     like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
-    chosen = [proof.tiles(like, channels, back) for back in (False, True)]
-    best = [conv_tiles(128 * side**2, channels, channels, back) for back in (False, True)]
-    splits = proof.splits(like, channels)
-    assert chosen == best, "right, but not the fastest: this compiler gets the fastest choice wrong"
-    assert splits == weight_splits(128 * side**2, channels, channels)
+    pixels, few = 128 * side**2, channels in narrow.CHANNELS
+    tiles, back_tiles, splits = (
+        proof.tiles(like, channels, normed=True),
+        proof.back_tiles(like, channels),
+        proof.splits(like, channels),
+    )
+    told = "right, but not the fastest: this compiler gets the fastest choice wrong"
+    blocks = narrow.conv_blocks(side, channels)
+    assert tiles == (blocks if few else conv_tiles(pixels, channels, channels)), told
+    assert back_tiles == (blocks if few else conv_tiles(pixels, channels, channels, back=True)), told
+    assert splits == (
+        narrow.weight_blocks(128, side, channels) if few else weight_splits(pixels, channels, channels)
+    ), told
     for seed in range(3):  # other numbers than the proof's own
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)
         kernel = w.permute(0, 3, 1, 2)
-        y, _ = launch.conv(x, w, channels, tiles=chosen[0])
-        assert proof.close(y, torch.nn.functional.conv2d(x, kernel, padding=1))
         z, affine = proof.random_image(like, channels, 7), torch.ones(4, channels, device="cuda")
+        h, y, _ = launch.norm_relu_conv(x, affine, w, channels, tiles=tiles)
+        normed = torch.relu(x.float() + 1).bfloat16()
+        assert torch.equal(h, normed)
+        assert proof.close(y, torch.nn.functional.conv2d(normed, kernel, padding=1))
         back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
-        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=chosen[1])
+        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=back_tiles)
         assert proof.close(g, torch.where(z.float() + 1 > 0, back, 0))
         expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
         assert proof.close(launch.weight_gradient(x, dy, None, splits), expected)
@@ -327,4 +337,4 @@ def test_wrong_tiles_are_noticed_and_refused(monkeypatch: pytest.MonkeyPatch) ->
     real = launch.conv
     monkeypatch.setattr(launch, "conv", lambda *a, **k: tuple(2 * each for each in real(*a, **k)))
     with pytest.raises(proof.Miscompiled, match="wrong results"):
-        proof.tiles(like, 16, False)
+        proof.tiles(like, 16)

@@ -48,11 +48,12 @@ class NormReluConv(torch.autograd.Function):
         aside: Aside,
     ) -> tuple[Tensor, Tensor, Tensor]:
         affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
-        h = launch.norm_relu(z, affine)
         cout = weight.shape[0]
         adds = shortcut is not None
-        tiles = proof.tiles(h, cout, back=False, adds=adds, moments=wants_moments)
-        y, found = launch.conv(h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=tiles)
+        tiles = proof.tiles(z, cout, normed=True, adds=adds, moments=wants_moments)
+        h, y, found = launch.norm_relu_conv(
+            z, affine, shadow, cout, shortcut=shortcut, moments=wants_moments, tiles=tiles
+        )
         ctx.save_for_backward(z, affine, h, shadow, mask)
         ctx.shortcut, ctx.aside = adds, aside
         ctx.set_materialize_grads(False)
@@ -70,7 +71,7 @@ class NormReluConv(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             dw = ctx.aside.run(launch.weight_gradient, h, dy, mask, proof.splits(h, dy.shape[1]))
         cin = z.shape[1]
-        tiles = proof.tiles(dy, cin, back=True)
+        tiles = proof.back_tiles(dy, cin)
         g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
         return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
@@ -84,7 +85,7 @@ class Conv(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, shadow: Tensor, mask: Tensor | None, wants_moments: bool, aside: Aside
     ) -> tuple[Tensor, Tensor]:
         cout = weight.shape[0]
-        tiles = proof.tiles(x, cout, back=False, moments=wants_moments)
+        tiles = proof.tiles(x, cout, moments=wants_moments)
         y, found = launch.conv(x, shadow, cout, moments=wants_moments, tiles=tiles)
         ctx.save_for_backward(x, mask)
         ctx.aside = aside

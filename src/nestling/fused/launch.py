@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.fused import narrow
+from nestling.fused.narrow import Blocks
+
 PROCESSORS = 132  # of the chip; fewer programs than these leave some of them idle
 LEAST = 64  # rows of pixels come in multiples of this
 LARGE = 2**17  # pixels of 128 images of 32x32
@@ -106,7 +109,7 @@ def conv(
     extra: Tensor | None = None,
     moments: bool = False,
     back: tuple[Tensor, Tensor] | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu.
 
@@ -115,8 +118,13 @@ def conv(
     m = rows_of(x)
     t = tiles or conv_tiles(m, cin, cout, back is not None)
     y = image(x, cout)
-    wanted = moments or back is not None
-    found = torch.empty((2, cout, m // t.rows) if wanted else (0,), dtype=torch.float32, device=x.device)
+    if isinstance(t, Blocks):
+        assert back is not None, "these kernels have a norm on either side: see norm_relu_conv"
+        z, affine = back
+        found = room_for_moments(x, cout, t.rows * x.shape[3])
+        narrow.conv(x, shadow, y, found, affine, t, z=z)
+        return y, found
+    found = room_for_moments(x, cout, t.rows) if moments or back is not None else x.new_empty(0, dtype=torch.float32)
     z, affine = back if back is not None else (y, found)
     strides = {"WK": 9 * cout, "WN": 1, "WT": cout} if back is not None else {"WK": 1, "WN": 9 * cin, "WT": cin}
     kernels().conv[(m // t.rows, ceil(cout, t.columns))](
@@ -128,28 +136,63 @@ def conv(
     return y, found
 
 
-def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | None = None) -> Tensor:
+def room_for_moments(x: Tensor, channels: int, pixels: int) -> Tensor:
+    """Two numbers for each channel and each so many pixels of images like x."""
+    return torch.empty((2, channels, rows_of(x) // pixels), dtype=torch.float32, device=x.device)
+
+
+def norm_relu_conv(
+    z: Tensor,
+    affine: Tensor,
+    shadow: Tensor,
+    cout: int,
+    *,
+    shortcut: Tensor | None = None,
+    moments: bool = False,
+    tiles: Tiles | Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
+    if not isinstance(tiles, Blocks):
+        h = norm_relu(z, affine)
+        return h, *conv(h, shadow, cout, extra=shortcut, moments=moments, tiles=tiles)
+    h, y = image(z, z.shape[1]), image(z, cout)
+    found = room_for_moments(z, cout, tiles.rows * z.shape[3]) if moments else None
+    narrow.conv(z, shadow, y, found, affine, tiles, h=h, shortcut=shortcut)
+    return h, y, found if found is not None else affine.new_empty(0)
+
+
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | Blocks | None = None) -> Tensor:
     """The gradient of a 3x3 weight, float32, (out, in, 3, 3) in channels-last memory, zero where the mask is."""
-    cin, cout, m = x.shape[1], dy.shape[1], rows_of(x)
-    s = splits or weight_splits(m, cin, cout)
-    narrow = s.ins >= 3 * cin  # then a program does all nine taps
-    tiles = 1 if narrow else ceil(cout, s.outs) * ceil(cin, s.ins)
-    per = ceil(ceil(m, max(1, s.programs // (1 if narrow else 3 * tiles))), s.pixels) * s.pixels
-    count = ceil(m, per)
-    n = cout * 9 * cin
-    partial = torch.empty(count, n, dtype=torch.float32, device=x.device)
-    kernel = kernels().weight_gradient_narrow if narrow else kernels().weight_gradient
-    kernel[(count, 1, 1) if narrow else (count, 3, tiles)](
-        x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout,
-        BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
-    )  # fmt: skip
+    partial = partial_weight_gradients(x, dy, splits or weight_splits(rows_of(x), x.shape[1], dy.shape[1]))
+    count, n = partial.shape
     out = torch.empty(n, dtype=torch.float32, device=x.device)
     columns = 64 if n < 2**16 else 256
     kernels().sum_splits[(ceil(n, columns),)](
         partial, out, mask if mask is not None else out, n, count,
         BS=min(16, power(count, 1)), BN=columns, MASK=mask is not None, num_warps=4,
     )  # fmt: skip
-    return out.view(cout, 3, 3, cin).permute(0, 3, 1, 2)
+    return out.view(dy.shape[1], 3, 3, x.shape[1]).permute(0, 3, 1, 2)
+
+
+def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> Tensor:
+    """(splits, out * 3 * 3 * in): the sum over each split's pixels."""
+    cin, cout, m = x.shape[1], dy.shape[1], rows_of(x)
+    n = cout * 9 * cin
+    if isinstance(s, Blocks):
+        partial = torch.empty(s.splits, n, dtype=torch.float32, device=x.device)
+        narrow.weight_gradient(x, dy, partial, s)
+        return partial
+    whole = s.ins >= 3 * cin  # then a program does all nine taps
+    tiles = 1 if whole else ceil(cout, s.outs) * ceil(cin, s.ins)
+    per = ceil(ceil(m, max(1, s.programs // (1 if whole else 3 * tiles))), s.pixels) * s.pixels
+    count = ceil(m, per)
+    partial = torch.empty(count, n, dtype=torch.float32, device=x.device)
+    kernel = kernels().weight_gradient_narrow if whole else kernels().weight_gradient
+    kernel[(count, 1, 1) if whole else (count, 3, tiles)](
+        x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout,
+        BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
+    )  # fmt: skip
+    return partial
 
 
 def moments_of(x: Tensor) -> Tensor:

@@ -5,19 +5,19 @@ whose results agree is kept for the process; if none does, that is an error, and
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import launch
+from nestling.fused import launch, narrow
 from nestling.fused.launch import Splits, Tiles
+from nestling.fused.narrow import Blocks
 
 CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
 STAGES = (2, 4, 1)  # tried in turn after the fastest
 
-Choice = TypeVar("Choice", Tiles, Splits)
 known: dict[tuple[Any, ...], Any] = {}
 
 
@@ -25,38 +25,50 @@ class Miscompiled(RuntimeError):
     """No choice of tiles gives right results here."""
 
 
-def tiles(x: Tensor, cout: int, back: bool, adds: bool = False, moments: bool = True) -> Tiles:
-    """For a convolution of images like x to `cout` channels, backward or forward: there with or without a shortcut and
-    moments, each of which is a program of its own."""
-    best = launch.conv_tiles(launch.rows_of(x), x.shape[1], cout, back)
-    if back:
-        return first_right(("conv back", cout), x, best, lambda choice: back_agrees(x, cout, choice))
-    kind = ("conv", cout, adds, moments)
-    return first_right(kind, x, best, lambda choice: conv_agrees(x, cout, choice, adds, moments))
+def tiles(x: Tensor, cout: int, *, normed: bool = False, adds: bool = False, moments: bool = True) -> Tiles | Blocks:
+    """For a convolution of images like x, or of relu(norm(x)), to `cout` channels, with or without a shortcut and moments."""
+    choices = in_stages(launch.conv_tiles(launch.rows_of(x), x.shape[1], cout))
+    if normed and narrow.suits(x, cout):
+        choices = [narrow.conv_blocks(x.shape[2], cout), *choices]
+    kind = ("conv", cout, normed, adds, moments)
+    return first_right(kind, x, choices, lambda choice: conv_agrees(x, cout, choice, normed, adds, moments))
 
 
-def splits(x: Tensor, cout: int) -> Splits:
+def back_tiles(x: Tensor, cout: int) -> Tiles | Blocks:
+    """For the way back of a gradient like x, through a convolution and a relu to `cout` channels."""
+    choices = in_stages(launch.conv_tiles(launch.rows_of(x), x.shape[1], cout, back=True))
+    if narrow.suits(x, cout):
+        choices = [narrow.conv_blocks(x.shape[2], cout), *choices]
+    return first_right(("conv back", cout), x, choices, lambda choice: back_agrees(x, cout, choice))
+
+
+def splits(x: Tensor, cout: int) -> Splits | Blocks:
     """For the gradient of the weight between images like x and `cout` channels."""
-    best = launch.weight_splits(launch.rows_of(x), x.shape[1], cout)
-    return first_right(("weight", cout), x, best, lambda choice: weight_agrees(x, cout, choice))
+    choices = in_stages(launch.weight_splits(launch.rows_of(x), x.shape[1], cout))
+    if narrow.suits(x, cout):
+        choices = [narrow.weight_blocks(x.shape[0], x.shape[2], cout), *choices]
+    return first_right(("weight", cout), x, choices, lambda choice: weight_agrees(x, cout, choice))
 
 
-def first_right(kind: tuple[Any, ...], x: Tensor, best: Choice, agrees: Callable[[Choice], bool]) -> Choice:
+def in_stages(best: Any) -> list[Any]:
+    """A choice of tiles, and the same in other numbers of stages."""
+    return [best, *(best._replace(stages=stages) for stages in STAGES if stages != best.stages)]
+
+
+def first_right(kind: tuple[Any, ...], x: Tensor, choices: list[Any], agrees: Callable[[Any], bool]) -> Any:
     if x.device.type != "cuda":  # interpreted, for tests: there is no compiler to distrust
-        return best
+        return choices[0]
     key = (*kind, x.shape, x.dtype, x.device)
     if key not in known:
-        others: list[Any] = [best._replace(stages=stages) for stages in STAGES if stages != best.stages]
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            right = next((choice for choice in (best, *others) if runs_and(agrees, choice)), None)
+            right = next((choice for choice in choices if runs_and(agrees, choice)), None)
         if right is None:
             raise Miscompiled(
                 f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
                 "tiles: this version of Triton miscompiles them"
             )
         known[key] = right
-    found: Choice = known[key]
-    return found
+    return known[key]
 
 
 def runs_and(agrees: Callable[[Any], bool], choice: Any) -> bool:
@@ -82,22 +94,28 @@ def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
     return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
 
 
-def conv_agrees(like: Tensor, cout: int, choice: Tiles, adds: bool, moments: bool) -> bool:
+def conv_agrees(like: Tensor, cout: int, choice: Tiles | Blocks, normed: bool, adds: bool, moments: bool) -> bool:
     x, w = random_image(like, like.shape[1], 0), random_weight(like, cout, like.shape[1])
     extra = 8 + 8 * random_image(like, cout, 2) if adds else None
-    y, found = launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
-    expected = torch.nn.functional.conv2d(x, w.permute(0, 3, 1, 2), padding=1).float()
+    h = torch.relu(2 * x.float() + 1).to(x.dtype) if normed else x
+    expected = torch.nn.functional.conv2d(h, w.permute(0, 3, 1, 2), padding=1).float()
     expected = expected if extra is None else expected + extra
-    return close(y, expected) and (not moments or moments_agree(found, expected, choice.rows))
+    if normed:
+        affine = torch.tensor([2.0, 1.0, 0.0, 0.0], device=x.device).view(4, 1).repeat(1, x.shape[1])
+        kept, y, found = launch.norm_relu_conv(x, affine, w, cout, shortcut=extra, moments=moments, tiles=choice)
+    else:
+        kept, (y, found) = h, launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
+    right = close(y, expected) and close(kept, h)
+    return right and (not moments or moments_agree(found, expected))
 
 
-def moments_agree(found: Tensor, image: Tensor, rows: int) -> bool:
+def moments_agree(found: Tensor, image: Tensor) -> bool:
     """Whether each block's mean and squared deviations are those of its pixels."""
-    blocks = image.permute(1, 0, 2, 3).reshape(image.shape[1], -1, rows)
-    return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * rows)
+    blocks = image.permute(1, 0, 2, 3).reshape(*found.shape[1:], -1)
+    return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * blocks.shape[2])
 
 
-def back_agrees(like: Tensor, cout: int, choice: Tiles) -> bool:
+def back_agrees(like: Tensor, cout: int, choice: Tiles | Blocks) -> bool:
     x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
     z, affine = random_image(like, cout, 1), torch.ones(4, cout, device=like.device)
     g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
@@ -108,7 +126,7 @@ def back_agrees(like: Tensor, cout: int, choice: Tiles) -> bool:
     return close(g, expected) and close(sums.sum(2), gathered.sum((1, 3, 4)), scale)
 
 
-def weight_agrees(like: Tensor, cout: int, choice: Splits) -> bool:
+def weight_agrees(like: Tensor, cout: int, choice: Splits | Blocks) -> bool:
     x, dy = random_image(like, like.shape[1], 0), random_image(like, cout, 1)
     shape = (cout, like.shape[1], 3, 3)
     found = launch.weight_gradient(x, dy, None, choice)

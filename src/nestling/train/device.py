@@ -15,6 +15,7 @@ import torch
 
 from nestling.device import first_line
 from nestling.errors import NestlingError
+from nestling.fused.cuda import kernel_folder
 from nestling.recipe import Recipe
 
 TRITON = (7, 0)  # the oldest compute capability Triton, and so torch.compile, writes kernels for
@@ -45,10 +46,8 @@ def cache_kernels() -> Path | None:
     torch keeps its compiled graphs in TORCHINDUCTOR_CACHE_DIR, by default in /tmp, which a restart may clear; Triton its
     own in TRITON_CACHE_DIR. Where the user has set either, that is respected. None: the folder cannot be written.
     """
-    try:
-        folder = Path.home() / ".cache" / "nestling" / "kernels" / f"torch-{torch.__version__}"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # a user without a home, as in some containers, is a RuntimeError
+    folder = kernel_folder()
+    if folder is None:
         return None
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

@@ -1,0 +1,128 @@
+"""Kernels in CUDA C (conv.cu): compiled for one shape at a time by NVRTC, which comes with torch, and launched by the driver.
+
+Machine code is kept in nestling's cache, so a second start compiles nothing. Where NVRTC is missing or the chip is too old,
+`available` says so, and the Triton kernels do it all. Nothing here knows what a kernel computes.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def kernel_folder() -> Path | None:
+    """In the user's cache, by torch's version, so that a second start finds them. None: that cannot be written."""
+    try:
+        folder = Path.home() / ".cache" / "nestling" / "kernels" / f"torch-{torch.__version__}"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a user without a home, as in some containers, is a RuntimeError
+        return None
+    return folder
+
+
+@cache
+def source() -> str:
+    return "".join((HERE / name).read_text() for name in ("chip.cuh", "conv.cu"))
+
+
+@cache
+def nvrtc() -> ctypes.CDLL | None:
+    """The compiler, as the loader knows it or as its package has it; of torch's version, so that the driver knows its code."""
+    name = f"libnvrtc.so.{(torch.version.cuda or '12').partition('.')[0]}"
+    packaged = [str(path) for base in sys.path for path in sorted(Path(base).glob(f"nvidia/*/lib/{name}"))]
+    for each in (name, *packaged):
+        try:
+            return ctypes.CDLL(each)
+        except OSError:
+            continue
+    return None
+
+
+@cache
+def available(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and nvrtc() is not None
+
+
+def compiled(architecture: str, **sizes: int) -> bytes:
+    """The machine code of conv.cu for a chip such as sm_90 and a shape."""
+    library, program, length = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert library is not None
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in sizes.items())]
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    library.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"conv.cu", 0, None, None)
+    failed = library.nvrtcCompileProgram(program, len(options), words)
+    kind = "ProgramLog" if failed else "CUBIN"
+    getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(length))
+    found = ctypes.create_string_buffer(length.value)
+    getattr(library, f"nvrtcGet{kind}")(program, found)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"NVRTC does not compile conv.cu for {architecture} and {sizes}: {found.value.decode()}")
+    return found.raw
+
+
+def kept(architecture: str, **sizes: int) -> bytes:
+    """The same, compiled once for all processes of this user."""
+    library, major, minor = nvrtc(), ctypes.c_int(), ctypes.c_int()
+    assert library is not None
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    told = f"{architecture} {major.value}.{minor.value} {sorted(sizes.items())} {source()}"
+    folder = kernel_folder()
+    if folder is None:  # that costs a third of a second a shape, not the training
+        return compiled(architecture, **sizes)
+    path = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
+    if not path.exists():
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(compiled(architecture, **sizes))
+        unfinished.replace(path)
+    return path.read_bytes()
+
+
+class Kernel:
+    """A compiled kernel, ready to be launched on the current stream of the current device."""
+
+    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.threads, self.shared = threads, shared
+        self.check(self.driver.cuModuleLoadData(ctypes.byref(self.module), code))
+        self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()))
+        self.check(self.driver.cuFuncSetAttribute(self.function, DYNAMIC_SHARED, shared))
+
+    def __call__(self, blocks: int, *args: Tensor | int | None) -> None:
+        given: list[Any] = [
+            ctypes.c_int(each) if isinstance(each, int) else ctypes.c_void_p(each.data_ptr() if each is not None else 0)
+            for each in args
+        ]
+        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.check(
+            self.driver.cuLaunchKernel(
+                self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, places, None
+            )
+        )
+
+    def check(self, failed: int) -> None:
+        if failed:
+            said = ctypes.c_char_p()
+            self.driver.cuGetErrorString(failed, ctypes.byref(said))
+            raise RuntimeError(f"the CUDA driver says: {(said.value or b'error').decode()} ({failed})")
+
+
+@cache
+def kernel(device: torch.device, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the driver needs torch's context, which the first stream makes
+        return Kernel(kept(f"sm_{major}{minor}", **dict(sizes)), name, threads, shared)
