@@ -5,8 +5,9 @@
 
 Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in a training step of 128 images. torch's
 figures are its convolution alone; ours do more: forward does batch norm and relu before it and gathers the next batch norm's
-moments, backward goes on through relu. With --beside the graph has that many streams, each with images of its own, and the
-time is the graph's over all its kernels: what a kernel takes from the others, which need not be how long it is on its way.
+moments, backward goes on through relu and gathers what that norm's backward needs. With --beside the graph has that many
+streams, each with images of its own, and the time is the graph's over all its kernels: what a kernel takes from the others,
+which need not be how long it is on its way.
 """
 
 import argparse
@@ -73,15 +74,21 @@ class Case:
         weight = torch.randn(channels, channels, 3, 3, device="cuda") / (3 * channels**0.5)
         self.weight = weight.contiguous(memory_format=torch.channels_last)
         self.affine = torch.rand(4, channels, device="cuda")
+        self.moments, self.norm = proof.as_if(self.x, 1.0, 0.5)
+        self.done = proof.zero(self.x)
         self.shadow = launch.Shadow([self.weight])
         self.shadow.refresh()
 
     def forward(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
         shadow = self.shadow.parts[0]
-        return launch.norm_relu_conv(self.z, self.affine, shadow, self.channels, moments=True, tiles=tiles)
+        return launch.norm_relu_conv(
+            self.z, self.moments, self.norm, shadow, self.channels, wants_moments=True, tiles=tiles, done=self.done
+        )
 
     def back(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
-        return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
+        return launch.conv(
+            self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles, done=self.done
+        )
 
     def weights(self, splits: launch.Splits | Blocks | None = None) -> Any:
         return launch.weight_gradient(self.x, self.dy, None, splits)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for GPUs that are not here: Triton's compiler needs none.
+"""Every kernel compiled for GPUs that are not here: neither Triton's compiler nor NVIDIA's needs one.
 
 What a pass would launch is written down instead of launched, on a CPU, and each of it then compiled to a GPU's machine code.
 Whether it computes what it should is checked elsewhere: by the interpreter (interpreted_*.py) and, where there is one, on a GPU.
@@ -13,7 +13,7 @@ import torch
 from test_gradients import batch, losses_of, make
 
 from nestling.combine import OSGD
-from nestling.fused import Fused
+from nestling.fused import Fused, cuda, launch, narrow
 from nestling.gradients import Accumulator, kernels
 from nestling.nets import build
 from nestling.nets.within import within
@@ -85,6 +85,12 @@ def passes(name: str) -> Callable[[], None]:
     return work
 
 
+def gathering() -> None:
+    """What only the kernels of conv.cu need of Triton's."""
+    for channels in (8, 16, 32):
+        launch.gather_moments(torch.zeros(2, channels, 256), 2**17)
+
+
 def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def work() -> None:
         monkeypatch.setattr(kernels, "usable", lambda tensor, tasks: True)
@@ -97,7 +103,7 @@ def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    works = passes("width-resnet42"), passes("depth-sparse98"), combining(monkeypatch)
+    works = passes("width-resnet42"), passes("depth-sparse98"), gathering, combining(monkeypatch)
     found = set.union(*(launches(work, monkeypatch) for work in works))
     every = {kernel for room in (fused, gradients) for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
     entered = {kernel for kernel in every if not kernel.fn.__name__.startswith("_")}  # the others are parts of these
@@ -106,3 +112,25 @@ def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None
         for chip, room in CHIPS.items():
             made = each.compiled(chip)
             assert made.asm["cubin"] and made.metadata.shared <= room * 1024, (each, made.metadata.shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_conv_cu_compiles_for_every_shape(chip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cuda.nvrtc() is None:
+        pytest.skip("NVRTC is not installed")
+    found: dict[Any, int] = {}
+
+    def kernel(device: torch.device, name: str, threads: int, shared: int, sizes: Any) -> Callable[..., None]:
+        found[sizes] = shared
+        return lambda *args: None
+
+    monkeypatch.setattr(cuda, "kernel", kernel)
+    for cin, cout, side in ((8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)):
+        x, y, numbers = torch.empty(1, cin, side, side), torch.empty(1, cout, side, side), torch.empty(1)
+        for back in (None, y):
+            narrow.conv(x, numbers, y, numbers, numbers, numbers, narrow.conv_blocks(side, cout), z=back)
+        narrow.weight_gradient(x, y, numbers, narrow.weight_blocks(128, side, cout))
+    assert len(found) == 18 and max(found.values()) < CHIPS[chip] * 1024
+    for sizes in found:
+        assert cuda.compiled(f"sm_{chip}", **dict(sizes))[:4] == b"\x7fELF"

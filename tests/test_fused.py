@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -39,10 +40,13 @@ CIFAR = [
 
 
 @pytest.mark.slow
-def test_a_fused_pass_equals_the_networks_own_under_the_interpreter() -> None:
+@pytest.mark.parametrize("script", ["interpreted_fused.py", "emulated_narrow.py"])
+def test_kernels_run_on_a_cpu_compute_what_they_should(script: str) -> None:
     pytest.importorskip("triton")
+    if script.startswith("emulated") and not shutil.which("g++"):
+        pytest.skip("needs a C++ compiler")
     ran = subprocess.run(
-        [sys.executable, str(HERE / "interpreted_fused.py")],
+        [sys.executable, str(HERE / script)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -205,7 +209,18 @@ def test_what_runs_aside_follows_the_pass_at_most_four_layers_behind(monkeypatch
     notes.clear()
     aside.join()
     aside.join()
-    assert notes == ["main after 6"] and not aside.held
+    assert notes == ["main after side"] and not aside.held
+
+
+def test_sums_of_one_kind_are_made_together_and_at_the_latest_when_joined() -> None:
+    done: list[list[int]] = []
+    aside = Aside(torch.device("cpu"))
+    for item in range(11):
+        aside.together(done.append, item, "wide" if item < 9 else "narrow")
+    assert done == [list(range(8)), [8]]
+    aside.join()
+    aside.join()
+    assert done == [list(range(8)), [8], [9, 10]]
 
 
 def test_no_kernels_on_a_cpu() -> None:
@@ -320,12 +335,13 @@ def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int,
         w = proof.random_weight(like, channels, channels)
         kernel = w.permute(0, 3, 1, 2)
         z, affine = proof.random_image(like, channels, 7), torch.ones(4, channels, device="cuda")
-        h, y, _ = launch.norm_relu_conv(x, affine, w, channels, tiles=tiles)
+        moments, norm = proof.as_if(x, 1.0, 1.0)
+        _, h, y, _ = launch.norm_relu_conv(x, moments, norm, w, channels, tiles=tiles, done=proof.zero(x))
         normed = torch.relu(x.float() + 1).bfloat16()
         assert torch.equal(h, normed)
         assert proof.close(y, torch.nn.functional.conv2d(normed, kernel, padding=1))
         back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
-        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=back_tiles)
+        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=back_tiles, done=proof.zero(x))
         assert proof.close(g, torch.where(z.float() + 1 > 0, back, 0))
         expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
         assert proof.close(launch.weight_gradient(x, dy, None, splits), expected)

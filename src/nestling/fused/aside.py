@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 PREFERRED = -1  # priority of the streams that a step waits for: what runs aside takes only what they leave
+TOGETHER = 8  # sums of one kind that are made by one launch
 AHEAD = 4  # layers by which the pass may be ahead: what their gradients read cannot be freed before
 
 
@@ -21,8 +22,10 @@ class Aside:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.held: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
+        self.waiting: list[Any] = []
+        self.kind: tuple[Any, ...] = ()
 
-    def run(self, work: Callable[..., Tensor], *reads: Any) -> Tensor:
+    def run(self, work: Callable[..., Any], *reads: Any) -> Any:
         if self.stream is None:
             return work(*reads)
         main = torch.cuda.current_stream()
@@ -35,10 +38,24 @@ class Aside:
             self.held.popleft()
         return found
 
+    def together(self, work: Callable[[list[Any]], None], item: Any, *kind: Any) -> None:
+        """Work on results of `run` that may wait until there are more of its kind, or for `join`: one launch for many."""
+        if self.waiting and (len(self.waiting) == TOGETHER or self.kind != (work, *kind)):
+            self.flush()
+        self.waiting.append(item)
+        self.kind = (work, *kind)
+
+    def flush(self) -> None:
+        if self.waiting:
+            with torch.cuda.stream(self.stream):  # none: nothing changes
+                self.kind[0](self.waiting)
+            self.waiting = []
+
     def join(self) -> None:
         """From here on the current stream may use everything, and what was read may go."""
-        if self.held:  # the newest is the last that was begun
-            torch.cuda.current_stream().wait_event(self.held[-1][0])
+        self.flush()
+        if self.held and self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
 
 

@@ -14,6 +14,18 @@ static_assert(SIDE % ROWS == 0 && SIDE % 8 == 0 && 32 % CIN == 0 && 32 % COUT ==
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// Sums over lanes, always in the same order: over the eight that have a column of a product in common, and over all
+__device__ __forceinline__ float over_rows(float x) {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) x += across(x, bit);
+    return x;
+}
+__device__ __forceinline__ float over_lanes(float x) {
+    x += across(x, 1);
+    x += across(x, 2);
+    return over_rows(x);
+}
+
 // Where a chunk of a pixel of C channels is, in bytes from the first
 template <int C> __device__ __forceinline__ u32 place(int spot, int chunk) {
     return spot * (C * 2) + ((chunk ^ (spot / (64 / C) & (C / 8 - 1))) << 4);
@@ -44,9 +56,11 @@ template <int C> __device__ __forceinline__ void clear_border(u32 tile) {
 }
 
 #if CONVOLVES
-// Forward: y = convolution of h = relu(x normed by affine), plus a shortcut if there is one; moments of y if wanted.
+// Forward: y = convolution of h = relu(norm(x)), plus a shortcut if there is one; mean and squares of y if wanted. The norm is by
+// x's own mean and squares, and what the way back has to know of it is kept in affine: (scale, shift, mean, 1 / deviation).
 // BACK: x is the gradient of a convolution's output, y that of the norm's output below it, z the norm's input; and the two sums
-// that batch norm's backward needs. affine is (scale, shift, mean, 1 / deviation).
+// that batch norm's backward needs. What is summed over all pixels is left by each block in `partial`, (2, COUT, blocks), and
+// added up by the block that is done last, which `done` tells.
 
 constexpr int CHUNKS = CIN / 8;
 constexpr int TILES = PIXELS / 16 / WARPS, RUN = COUT / 8;  // of a warp: RUN tiles of 16 pixels x 8 channels beside one another
@@ -61,10 +75,24 @@ __device__ __forceinline__ int column_of(int channel) {
 
 template <int N> struct alignas(4 * N) Pairs { u32 pair[N]; };  // 2 * N channels of a pixel, read and written at once
 
+struct Norm {  // of CIN channels: what it reads, and what it brings up to date (perhaps nothing)
+    const float *moments, *gamma, *beta;
+    float *mean, *var;
+    float momentum, eps;
+    int pixels;
+};
+
+struct Affine { float scale, shift, mean, rstd; };
+
+__device__ __forceinline__ Affine affine_of(const Norm& norm, int c) {
+    float mean = norm.moments[c], rstd = 1 / sqrtf(norm.moments[CIN + c] / norm.pixels + norm.eps), scale = norm.gamma[c] * rstd;
+    return {scale, norm.beta[c] - mean * scale, mean, rstd};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     const uint4* __restrict__ x, const unsigned short* __restrict__ w, unsigned short* __restrict__ y,
-    const unsigned short* __restrict__ shortcut, float* __restrict__ moments, const unsigned short* __restrict__ z,
-    const float* __restrict__ affine, uint4* __restrict__ h) {
+    const unsigned short* __restrict__ shortcut, const unsigned short* __restrict__ z, uint4* __restrict__ h,
+    float* __restrict__ affine, float* __restrict__ sums, float* partial, u32* done, Norm norm) {
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 tile = shared_address(memory), weights = tile + SPOTS * CIN * 2;
     float* gathered = (float*)(memory + SPOTS * CIN * 2 + LINES * STRIDE);  // (2, WARPS, COUT)
@@ -86,7 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
         float scale[8], shift[8];
         const int channel = threadIdx.x % CHUNKS * 8;  // the same in every turn
 #pragma unroll
-        for (int c = 0; c < 8; c++) scale[c] = affine[channel + c], shift[c] = affine[CIN + channel + c];
+        for (int c = 0; c < 8; c++) {
+            Affine found = affine_of(norm, channel + c);
+            scale[c] = found.scale, shift[c] = found.shift;
+        }
         each_chunk<CIN>(tile, block, [&](u32 to, long number, bool inside, bool mine) {
             uint4 got = make_uint4(0, 0, 0, 0);
             if (inside) {
@@ -196,7 +227,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             }
 #endif
         }
-    if (!moments) return;
+#if !BACK
+    if (block == 0 && threadIdx.x < CIN) {
+        const int c = threadIdx.x;
+        Affine found = affine_of(norm, c);
+        affine[c] = found.scale, affine[CIN + c] = found.shift, affine[2 * CIN + c] = found.mean, affine[3 * CIN + c] = found.rstd;
+        if (norm.mean) {
+            float var = norm.moments[CIN + c] / (norm.pixels - 1);
+            norm.mean[c] += norm.momentum * (found.mean - norm.mean[c]);
+            norm.var[c] += norm.momentum * (var - norm.var[c]);
+        }
+    }
+#endif
+    if (!sums) return;
 
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++) {
@@ -230,8 +273,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             two = fmaf(off * (TILES * 16), off, two);
         }
 #endif
-        moments[(long)c * blocks + block] = one;
-        moments[(long)(COUT + c) * blocks + block] = two;
+        partial[c * blocks + block] = one;
+        partial[(COUT + c) * blocks + block] = two;
+    }
+    if (!last_block(done, blocks)) return;
+    for (int c = warp; c < COUT; c += WARPS) {
+        float one = 0, two = 0;
+        for (int i = lane; i < blocks; i += 32) one += fresh(partial + c * blocks + i), two += fresh(partial + (COUT + c) * blocks + i);
+        one = over_lanes(one), two = over_lanes(two);
+#if !BACK
+        one /= blocks;
+        float apart = 0;
+        for (int i = lane; i < blocks; i += 32) {
+            float off = fresh(partial + c * blocks + i) - one;
+            apart = fmaf(off, off, apart);
+        }
+        two += over_lanes(apart) * PIXELS;
+#endif
+        if (lane == 0) sums[c] = one, sums[COUT + c] = two;
     }
 }
 

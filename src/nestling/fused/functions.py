@@ -5,7 +5,6 @@ batch norm would compute from its input, and have no gradient. `passed` is the i
 should read that instead, so that its gradient is added inside a kernel.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +12,20 @@ from torch import Tensor
 
 from nestling.fused import launch, proof
 from nestling.fused.aside import Aside
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What a batch norm does besides its weight and bias."""
-
-    running: tuple[Tensor, Tensor] | None
-    momentum: float
-    eps: float
+from nestling.fused.launch import Norm
 
 
 def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient as the kernels read it; most of them come that way."""
     return gradient.to(like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, aside: Aside) -> Tensor:
+    """Begun beside the pass; not there before those aside are joined."""
+    partial, total = aside.run(launch.partial_weight_gradients, x, dy, proof.splits(x, dy.shape[1]))
+    aside.together(launch.sum_splits, (partial, total, mask), partial.shape, mask is None)
+    found: Tensor = total
+    return found
 
 
 class NormReluConv(torch.autograd.Function):
@@ -46,16 +45,16 @@ class NormReluConv(torch.autograd.Function):
         norm: Norm,
         wants_moments: bool,
         aside: Aside,
+        done: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         cout = weight.shape[0]
         adds = shortcut is not None
         tiles = proof.tiles(z, cout, normed=True, adds=adds, moments=wants_moments)
-        h, y, found = launch.norm_relu_conv(
-            z, affine, shadow, cout, shortcut=shortcut, moments=wants_moments, tiles=tiles
+        affine, h, y, found = launch.norm_relu_conv(
+            z, moments, norm, shadow, cout, shortcut=shortcut, wants_moments=wants_moments, tiles=tiles, done=done
         )
         ctx.save_for_backward(z, affine, h, shadow, mask)
-        ctx.shortcut, ctx.aside = adds, aside
+        ctx.shortcut, ctx.aside, ctx.done = adds, aside, done
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found)
         return y, found, z.view_as(z)
@@ -65,16 +64,16 @@ class NormReluConv(torch.autograd.Function):
         dy, _, passed = grads
         z, affine, h, shadow, mask = ctx.saved_tensors
         if dy is None:  # only those who read `passed` have anything to say
-            return passed, *[None] * 10
+            return passed, *[None] * 11
         dy = laid_out(dy, z)
         dw = None
         if ctx.needs_input_grad[4]:
-            dw = ctx.aside.run(launch.weight_gradient, h, dy, mask, proof.splits(h, dy.shape[1]))
+            dw = weight_gradient(h, dy, mask, ctx.aside)
         cin = z.shape[1]
         tiles = proof.back_tiles(dy, cin)
-        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
+        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles, done=ctx.done)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
-        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
+        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, *[None] * 4
 
 
 class Conv(torch.autograd.Function):
@@ -100,8 +99,7 @@ class Conv(torch.autograd.Function):
         x, mask = ctx.saved_tensors
         dw = None
         if ctx.needs_input_grad[1]:
-            dy = laid_out(grads[0], x)
-            dw = ctx.aside.run(launch.weight_gradient, x, dy, mask, proof.splits(x, dy.shape[1]))
+            dw = weight_gradient(x, laid_out(grads[0], x), mask, ctx.aside)
         return None, dw, *[None] * 4
 
 
@@ -110,7 +108,7 @@ class NormRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, moments: Tensor, gamma: Tensor, beta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
+        affine = launch.finish_moments(moments, norm, launch.rows_of(z))
         ctx.save_for_backward(z, affine)
         ctx.set_materialize_grads(False)
         return launch.norm_relu(z, affine), z.view_as(z)

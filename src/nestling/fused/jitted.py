@@ -176,8 +176,29 @@ def weight_gradient_narrow(
 
 
 @triton.jit
-def sum_splits(partial, out, mask, n, splits, BS: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):
-    """out[j] = sum over splits of partial[split, j], always in the same order, times the mask."""
+def sum_splits(
+    p0, p1, p2, p3, p4, p5, p6, p7,
+    o0, o1, o2, o3, o4, o5, o6, o7,
+    m0, m1, m2, m3, m4, m5, m6, m7,
+    n, splits, BS: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """out[j] = sum over splits of partial[split, j], always in the same order, times the mask; of up to eight such sums."""
+    which = tl.program_id(1)
+    partial, out, mask = p0, o0, m0
+    if which == 1:
+        partial, out, mask = p1, o1, m1
+    if which == 2:
+        partial, out, mask = p2, o2, m2
+    if which == 3:
+        partial, out, mask = p3, o3, m3
+    if which == 4:
+        partial, out, mask = p4, o4, m4
+    if which == 5:
+        partial, out, mask = p5, o5, m5
+    if which == 6:
+        partial, out, mask = p6, o6, m6
+    if which == 7:
+        partial, out, mask = p7, o7, m7
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros([BS, BN], tl.float32)
     for start in range(0, splits, BS):
@@ -192,19 +213,25 @@ def sum_splits(partial, out, mask, n, splits, BS: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
-def finish_moments(
-    moments, gamma, beta, affine, running_mean, running_var, blocks, rows, momentum, eps,
-    C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr,
-):  # fmt: skip
-    """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow."""
-    c = tl.program_id(0)
+def _all_moments(moments, c, blocks, rows, C: tl.constexpr, BB: tl.constexpr):
     b = tl.arange(0, BB)
     live = b < blocks
     means = tl.load(moments + c * blocks + b, mask=live, other=0.0)
     squares = tl.load(moments + (C + c) * blocks + b, mask=live, other=0.0)
     mean = tl.sum(means, 0) / blocks
     off = tl.where(live, means - mean, 0.0)
-    var = (tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)) / rows
+    return mean, tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)
+
+
+@triton.jit
+def finish_moments(
+    moments, gamma, beta, affine, running_mean, running_var, blocks, rows, momentum, eps,
+    C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr,
+):  # fmt: skip
+    """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow."""
+    c = tl.program_id(0)
+    mean, squares = _all_moments(moments, c, blocks, rows, C, BB)
+    var = squares / rows
     rstd = 1.0 / tl.sqrt(var + eps)
     scale = tl.load(gamma + c) * rstd
     tl.store(affine + c, scale)
@@ -216,6 +243,15 @@ def finish_moments(
         old_var = tl.load(running_var + c)
         tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
         tl.store(running_var + c, old_var + momentum * (var * rows / (rows - 1) - old_var))
+
+
+@triton.jit
+def gather_moments(moments, whole, blocks, rows, C: tl.constexpr, BB: tl.constexpr):
+    """One channel: partial moments of equal blocks -> mean and squared deviations of them all."""
+    c = tl.program_id(0)
+    mean, squares = _all_moments(moments, c, blocks, rows, C, BB)
+    tl.store(whole + c, mean)
+    tl.store(whole + C + c, squares)
 
 
 @triton.jit

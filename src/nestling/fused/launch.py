@@ -28,6 +28,16 @@ class Tiles(NamedTuple):
     taps: int = 1  # at a time: 3 where a row of them is narrow enough
 
 
+class Norm(NamedTuple):
+    """A batch norm: its weight and bias, and what else it does."""
+
+    gamma: Tensor
+    beta: Tensor
+    running: tuple[Tensor, Tensor] | None
+    momentum: float
+    eps: float
+
+
 class Splits(NamedTuple):
     """Of a weight gradient: pixels at a time, tile of outputs and inputs, programs wanted."""
 
@@ -110,21 +120,24 @@ def conv(
     moments: bool = False,
     back: tuple[Tensor, Tensor] | None = None,
     tiles: Tiles | Blocks | None = None,
+    done: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu.
 
-    Gives the image and its moments (or, backward, the sums batch norm needs); moments are empty if not wanted."""
+    Gives the image and its moments (or, backward, the sums batch norm needs), block by block or of the whole; moments are empty
+    if not wanted. `done` is for the kernels of conv.cu: a zero that nobody else uses at the same time."""
     cin = x.shape[1]
     m = rows_of(x)
     t = tiles or conv_tiles(m, cin, cout, back is not None)
     y = image(x, cout)
     if isinstance(t, Blocks):
-        assert back is not None, "these kernels have a norm on either side: see norm_relu_conv"
+        assert back is not None and done is not None, "forward there is a norm before it: see norm_relu_conv"
         z, affine = back
-        found = room_for_moments(x, cout, t.rows * x.shape[3])
-        narrow.conv(x, shadow, y, found, affine, t, z=z)
+        found = torch.empty((2, cout, 1), device=x.device)
+        narrow.conv(x, shadow, y, affine, found, done, t, z=z)
         return y, found
-    found = room_for_moments(x, cout, t.rows) if moments or back is not None else x.new_empty(0, dtype=torch.float32)
+    wanted = moments or back is not None
+    found = torch.empty((2, cout, m // t.rows) if wanted else (0,), dtype=torch.float32, device=x.device)
     z, affine = back if back is not None else (y, found)
     strides = {"WK": 9 * cout, "WN": 1, "WT": cout} if back is not None else {"WK": 1, "WN": 9 * cin, "WT": cin}
     kernels().conv[(m // t.rows, ceil(cout, t.columns))](
@@ -136,52 +149,49 @@ def conv(
     return y, found
 
 
-def room_for_moments(x: Tensor, channels: int, pixels: int) -> Tensor:
-    """Two numbers for each channel and each so many pixels of images like x."""
-    return torch.empty((2, channels, rows_of(x) // pixels), dtype=torch.float32, device=x.device)
-
-
 def norm_relu_conv(
     z: Tensor,
-    affine: Tensor,
+    moments: Tensor,
+    norm: Norm,
     shadow: Tensor,
     cout: int,
     *,
     shortcut: Tensor | None = None,
-    moments: bool = False,
+    wants_moments: bool = False,
     tiles: Tiles | Blocks | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
+    done: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the norm does (as finish_moments says), relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
     if not isinstance(tiles, Blocks):
+        affine = finish_moments(moments, norm, rows_of(z))
         h = norm_relu(z, affine)
-        return h, *conv(h, shadow, cout, extra=shortcut, moments=moments, tiles=tiles)
+        return affine, h, *conv(h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=tiles)
+    assert done is not None
+    whole = moments if moments.shape[2] == 1 else gather_moments(moments, rows_of(z))
+    affine = torch.empty(4, z.shape[1], device=z.device)
     h, y = image(z, z.shape[1]), image(z, cout)
-    found = room_for_moments(z, cout, tiles.rows * z.shape[3]) if moments else None
-    narrow.conv(z, shadow, y, found, affine, tiles, h=h, shortcut=shortcut)
-    return h, y, found if found is not None else affine.new_empty(0)
+    found = torch.empty((2, cout, 1), device=z.device) if wants_moments else None
+    given = narrow.norm_of(whole, norm.gamma, norm.beta, norm.running, norm.momentum, norm.eps, rows_of(z))
+    narrow.conv(z, shadow, y, affine, found, done, tiles, norm=given, h=h, shortcut=shortcut)
+    return affine, h, y, found if found is not None else affine.new_empty(0)
 
 
 def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | Blocks | None = None) -> Tensor:
     """The gradient of a 3x3 weight, float32, (out, in, 3, 3) in channels-last memory, zero where the mask is."""
-    partial = partial_weight_gradients(x, dy, splits or weight_splits(rows_of(x), x.shape[1], dy.shape[1]))
-    count, n = partial.shape
-    out = torch.empty(n, dtype=torch.float32, device=x.device)
-    columns = 64 if n < 2**16 else 256
-    kernels().sum_splits[(ceil(n, columns),)](
-        partial, out, mask if mask is not None else out, n, count,
-        BS=min(16, power(count, 1)), BN=columns, MASK=mask is not None, num_warps=4,
-    )  # fmt: skip
-    return out.view(dy.shape[1], 3, 3, x.shape[1]).permute(0, 3, 1, 2)
+    partial, total = partial_weight_gradients(x, dy, splits or weight_splits(rows_of(x), x.shape[1], dy.shape[1]))
+    sum_splits([(partial, total, mask)])
+    return total
 
 
-def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> Tensor:
-    """(splits, out * 3 * 3 * in): the sum over each split's pixels."""
+def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> tuple[Tensor, Tensor]:
+    """The sum over each split's pixels, (splits, out * 3 * 3 * in), and room for the sum over all, (out, in, 3, 3)."""
     cin, cout, m = x.shape[1], dy.shape[1], rows_of(x)
-    n = cout * 9 * cin
+    total = torch.empty((cout, 3, 3, cin), dtype=torch.float32, device=x.device).permute(0, 3, 1, 2)
+    n = total.numel()
     if isinstance(s, Blocks):
         partial = torch.empty(s.splits, n, dtype=torch.float32, device=x.device)
         narrow.weight_gradient(x, dy, partial, s)
-        return partial
+        return partial, total
     whole = s.ins >= 3 * cin  # then a program does all nine taps
     tiles = 1 if whole else ceil(cout, s.outs) * ceil(cin, s.ins)
     per = ceil(ceil(m, max(1, s.programs // (1 if whole else 3 * tiles))), s.pixels) * s.pixels
@@ -192,7 +202,19 @@ def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> Tenso
         x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout,
         BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
     )  # fmt: skip
-    return partial
+    return partial, total
+
+
+def sum_splits(sums: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+    """(partial, total, mask) of up to eight weights of one shape, all with a mask or all without: totals are filled."""
+    count, n = sums[0][0].shape
+    columns = 64 if n < 2**16 else 256
+    filled = sums + sums[:1] * (8 - len(sums))
+    partials, totals, masks = zip(*((p, t, t if m is None else m) for p, t, m in filled), strict=True)
+    kernels().sum_splits[(ceil(n, columns), len(sums))](
+        *partials, *totals, *masks, n, count,
+        BS=min(16, power(count, 1)), BN=columns, MASK=sums[0][2] is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def moments_of(x: Tensor) -> Tensor:
@@ -221,22 +243,22 @@ def elementwise_rows(m: int, c: int) -> int:
     return rows
 
 
-def finish_moments(
-    moments: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    running: tuple[Tensor, Tensor] | None,
-    rows: int,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+def gather_moments(moments: Tensor, rows: int) -> Tensor:
+    """Partial moments of equal blocks -> mean and squares of the whole, (2, channels, 1)."""
+    c, blocks = moments.shape[1:]
+    whole = torch.empty((2, c, 1), dtype=torch.float32, device=moments.device)
+    kernels().gather_moments[(c,)](moments, whole, blocks, rows, C=c, BB=power(blocks), num_warps=4)
+    return whole
+
+
+def finish_moments(moments: Tensor, norm: Norm, rows: int) -> Tensor:
     """Scale, shift, mean and 1/deviation, (4, channels), from partial moments; running statistics are brought up to date."""
     c, blocks = moments.shape[1:]
     affine = torch.empty(4, c, dtype=torch.float32, device=moments.device)
-    mean, var = running if running is not None else (affine, affine)
+    mean, var = norm.running if norm.running is not None else (affine, affine)
     kernels().finish_moments[(c,)](
-        moments, gamma, beta, affine, mean, var, blocks, rows, momentum, eps,
-        C=c, BB=power(blocks), TRACK=running is not None, num_warps=4,
+        moments, norm.gamma, norm.beta, affine, mean, var, blocks, rows, norm.momentum, norm.eps,
+        C=c, BB=power(blocks), TRACK=norm.running is not None, num_warps=4,
     )  # fmt: skip
     return affine
 
@@ -263,9 +285,10 @@ def norm_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the norm's input, weight and bias; `extra` is a gradient of its input from elsewhere."""
     c, m = z.shape[1], rows_of(z)
-    dgamma, dbeta = torch.empty(2, c, dtype=torch.float32, device=z.device)
     blocks = sums.shape[2]
-    kernels().finish_sums[(c,)](sums, dgamma, dbeta, blocks, C=c, BB=power(blocks), num_warps=4)
+    dbeta, dgamma = sums[:, :, 0] if blocks == 1 else torch.empty(2, c, dtype=torch.float32, device=z.device)
+    if blocks > 1:
+        kernels().finish_sums[(c,)](sums, dgamma, dbeta, blocks, C=c, BB=power(blocks), num_warps=4)
     rows = elementwise_rows(m, c)
     dz = image(z, c)
     kernels().norm_back[(m // rows,)](

@@ -1,0 +1,206 @@
+// What chip.cuh does on a GPU, done by a CPU, so that conv.cu can be tested where there is none: every thread of a block is a fiber,
+// and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+typedef unsigned int u32;
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline u32 bits_of(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+
+struct Index { int x; };
+static Index threadIdx, blockIdx, gridDim;
+alignas(128) unsigned char memory[1 << 18];
+static u32 bytes;  // of it that this kernel may use
+
+// --- fibers -----------------------------------------------------------------------------------------------------------------
+
+struct Fiber { ucontext_t context; std::vector<char> stack; bool over; };
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+
+inline void yield() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+
+struct Meeting { int came = 0; u32 round = 0; };
+static std::vector<Meeting> warps;
+static Meeting everyone;
+
+template <class Last> void meet(Meeting& at, int count, Last last) {
+    u32 round = at.round;
+    if (++at.came == count) {
+        last();
+        at.came = 0, at.round++;
+    } else {
+        while (at.round == round) yield();
+    }
+}
+
+inline void __syncthreads() { meet(everyone, fibers.size(), [] {}); }
+
+// --- what the lanes of a warp do together -----------------------------------------------------------------------------------
+
+struct Lane { u32 in[8]; float sum[4]; u32 out[4]; };
+static std::vector<Lane> lanes;
+
+template <class Do> Lane& together(Do action) {
+    int first = threadIdx.x / 32 * 32;
+    meet(warps[threadIdx.x / 32], 32, [&] { action(&lanes[first]); });
+    return lanes[threadIdx.x];
+}
+
+inline void check(u32 at, int size) {
+    if (at + size > bytes || at % size) {
+        fprintf(stderr, "shared memory: %u bytes at %u of %u\n", size, at, bytes);
+        abort();
+    }
+}
+
+inline u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - memory); }
+
+inline u32 matrix_entry(Lane* warp, int matrix, int row, int column) {
+    unsigned short found;
+    memcpy(&found, memory + warp[matrix * 8 + row].in[0] + column * 2, 2);
+    return found;
+}
+
+template <bool TURNED> void load(u32 (&r)[4], u32 row) {
+    check(row, 16);
+    lanes[threadIdx.x].in[0] = row;
+    Lane& mine = together([](Lane* warp) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int m = 0; m < 4; m++) {
+                int i = lane / 4, j = lane % 4 * 2;
+                u32 one = TURNED ? matrix_entry(warp, m, j, i) : matrix_entry(warp, m, i, j);
+                u32 two = TURNED ? matrix_entry(warp, m, j + 1, i) : matrix_entry(warp, m, i, j + 1);
+                warp[lane].out[m] = one | two << 16;
+            }
+    });
+    memcpy(r, mine.out, 16);
+}
+inline void load4(u32 (&r)[4], u32 row) { load<false>(r, row); }
+inline void load4_turned(u32 (&r)[4], u32 row) { load<true>(r, row); }
+
+inline float half_of(u32 pair, int which) { return __uint_as_float(which ? pair & 0xffff0000u : pair << 16); }
+
+// in: a0 a1 a2 a3 b0 b1; a (16, k), b (k, 8), of k = 16 or 8
+template <int K> void multiply(float (&sum)[4]) {
+    memcpy(lanes[threadIdx.x].sum, sum, 16);
+    Lane& mine = together([](Lane* warp) {
+        float a[16][K], b[K][8];
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 2; i++)
+                for (int k = 0; k < K; k += 8) {
+                    a[lane / 4][k + lane % 4 * 2 + i] = half_of(warp[lane].in[k / 4], i);
+                    a[lane / 4 + 8][k + lane % 4 * 2 + i] = half_of(warp[lane].in[k / 4 + 1], i);
+                    b[k + lane % 4 * 2 + i][lane / 4] = half_of(warp[lane].in[4 + k / 8], i);
+                }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int k = 0; k < K; k++) warp[lane].sum[i] += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+    });
+    memcpy(sum, mine.sum, 16);
+}
+inline void multiply16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    u32 in[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    memcpy(lanes[threadIdx.x].in, in, sizeof in);
+    multiply<16>(sum);
+}
+inline void multiply8(float (&sum)[4], u32 a0, u32 a1, u32 b) {
+    u32 in[6] = {a0, a1, 0, 0, b, 0};
+    memcpy(lanes[threadIdx.x].in, in, sizeof in);
+    multiply<8>(sum);
+}
+
+inline float across(float x, int bit) {
+    lanes[threadIdx.x].in[0] = bits_of(x);
+    Lane& mine = together([bit](Lane* warp) {
+        for (int lane = 0; lane < 32; lane++) warp[lane].out[0] = warp[lane ^ bit].in[0];
+    });
+    return __uint_as_float(mine.out[0]);
+}
+
+// --- what a thread does by itself -------------------------------------------------------------------------------------------
+
+inline void put(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16); }
+inline void put(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4); }
+inline void copy_later(u32 to, const void* from, bool there) {
+    check(to, 16);
+    if (there) memcpy(memory + to, from, 16);
+    else memset(memory + to, 0, 16);
+}
+inline void end_of_copies() {}
+template <int LEFT> void wait_for_copies() {}
+
+inline u32 rounded_one(float x) {
+    u32 bits = bits_of(x);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 rounded(float low, float high) { return rounded_one(low) | rounded_one(high) << 16; }
+inline float relu(float x) { return x < 0 ? 0 : x; }  // not a number is not below zero
+
+inline bool last_block(u32* done, u32 blocks) {
+    static bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = ++*done == blocks;
+        if (last) *done = 0;
+    }
+    __syncthreads();
+    return last;
+}
+inline float fresh(const float* p) { return *p; }
+
+// --- a launch ---------------------------------------------------------------------------------------------------------------
+
+static void (*work)(void**);
+static void** arguments;
+
+inline void fiber() {
+    work(arguments);
+    fibers[threadIdx.x].over = true;
+    yield();
+}
+
+template <class... A, size_t... I> void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+    kernel(*(A*)args[I]...);
+}
+template <class... A> void call(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>{}); }
+
+inline void launch(int blocks, int threads, int shared, void** args) {
+    arguments = args, bytes = shared, gridDim.x = blocks;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        memset(memory, 0xff, bytes);  // bf16 that is not a number
+        fibers.assign(threads, {}), lanes.assign(threads, {}), warps.assign(threads / 32, {}), everyone = {};
+        for (auto& each : fibers) {
+            each.stack.resize(1 << 17);
+            getcontext(&each.context);
+            each.context.uc_stack.ss_sp = each.stack.data(), each.context.uc_stack.ss_size = each.stack.size();
+            makecontext(&each.context, fiber, 0);
+        }
+        for (int left = threads; left;)
+            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+                int mine = threadIdx.x;
+                if (fibers[mine].over) continue;
+                swapcontext(&scheduler, &fibers[mine].context);
+                left -= fibers[mine].over;
+            }
+    }
+}

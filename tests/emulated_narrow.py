@@ -1,0 +1,102 @@
+"""conv.cu on a CPU: compiled by the machine's C++ compiler with emulated.hpp instead of chip.cuh, and run through narrow.py.
+
+`TRITON_INTERPRET=1 python emulated_narrow.py`; says what differed, or how many comparisons held.
+"""
+
+import ctypes
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nestling.fused import cuda, launch, narrow, proof
+
+HERE = Path(__file__).parent
+SHAPES = [(8, 8, 32), (16, 16, 32), (32, 32, 16), (8, 16, 16), (16, 32, 8), (32, 16, 8)]  # in, out, side
+
+
+class Emulated:
+    """A kernel as `cuda.Kernel` is one."""
+
+    def __init__(self, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> None:
+        self.threads, self.shared = threads, shared
+        text = f'#include "{HERE / "emulated.hpp"}"\n#include "{cuda.HERE / "conv.cu"}"\n'
+        text += f"static void entered(void** args) {{ call({name}, args); }}\n"
+        text += 'extern "C" void go(int blocks, int threads, int shared, void** args)'
+        text += "{ work = entered; launch(blocks, threads, shared, args); }\n"
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            source.write_text(text)
+            macros = [f"-D{k}={v}" for k, v in sizes]
+            words = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *macros, str(source), "-o", str(library)]
+            subprocess.run(words, check=True)
+            self.library = ctypes.CDLL(str(library))
+
+    def __call__(self, blocks: int, *args: Any) -> None:
+        given = [cuda.as_c(each) for each in args]
+        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
+        self.library.go(blocks, self.threads, self.shared, places)
+
+
+@cache
+def kernel(_: torch.device, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> Emulated:
+    return Emulated(name, threads, shared, sizes)
+
+
+def proofs(cin: int, cout: int, side: int) -> int:
+    """What the kernels must show before they are used on a GPU."""
+    like = torch.empty(2, cin, side, side, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    assert narrow.suits(like, cout)
+    blocks = narrow.conv_blocks(side, cout)
+    for adds, moments in ((True, True), (False, False)):
+        assert proof.conv_agrees(like, cout, blocks, True, adds, moments), (cin, cout, side, adds)
+    assert proof.back_agrees(like, cout, blocks), (cin, cout, side)
+    assert proof.weight_agrees(like, cout, narrow.weight_blocks(3, side, cout)), (cin, cout, side)
+    return 4
+
+
+def running(side: int = 8, c: int = 16) -> int:
+    """The norm before a convolution: what it does, and the running statistics it leaves."""
+    x = proof.random_image(torch.empty(3, c, side, side, dtype=torch.bfloat16), c, 4)
+    batch = torch.nn.BatchNorm2d(c, momentum=0.3)
+    torch.nn.init.uniform_(batch.weight)
+    mean, var = batch.running_mean, batch.running_var
+    assert mean is not None and var is not None
+    norm = launch.Norm(batch.weight.detach(), batch.bias.detach(), (mean.clone(), var.clone()), 0.3, batch.eps)
+    done = proof.zero(x)
+    _, h, *_ = launch.norm_relu_conv(
+        x, launch.moments_of(x), norm, proof.random_weight(x, c, c), c, tiles=narrow.conv_blocks(side, c), done=done
+    )
+    torch.testing.assert_close(h.float(), torch.relu(batch(x.float())), rtol=0.01, atol=0.01)
+    assert norm.running is not None and int(done) == 0
+    for found, expected in zip(norm.running, (mean, var), strict=True):
+        torch.testing.assert_close(found, expected)
+    return 3
+
+
+def not_a_number_shows() -> int:
+    """A pixel that is not a number reaches its neighbours, and nobody else."""
+    x = proof.random_image(torch.empty(1, 8, 8, 8, dtype=torch.bfloat16), 8, 4)
+    x[0, 3, 4, 4] = float("nan")
+    moments, norm = proof.as_if(x, 1.0, 0.0)
+    _, _, y, _ = launch.norm_relu_conv(
+        x, moments, norm, proof.random_weight(x, 8, 8), 8, tiles=narrow.conv_blocks(8, 8), done=proof.zero(x)
+    )
+    expected = torch.zeros(8, 8, dtype=torch.bool)
+    expected[3:6, 3:6] = True
+    assert torch.equal(y.isnan()[0, 0], expected)
+    return 1
+
+
+def main() -> None:
+    cuda.available = lambda device: True  # type: ignore[assignment]
+    cuda.kernel = kernel  # type: ignore[assignment]
+    held = sum(proofs(*shape) for shape in SHAPES) + running() + not_a_number_shows()
+    print(f"{held} comparisons held")
+
+
+if __name__ == "__main__":
+    main()
