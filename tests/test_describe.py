@@ -101,7 +101,7 @@ def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: list[str], error: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", *words, "--json"]) == 1
+    assert main(["describe", *words]) == 1
     out, err = capfd.readouterr()
     assert out == "" and error in err and "Traceback" not in err and len(err.splitlines()) == 1
 
