@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nestling.anytime.answer import Answer
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.runtime.runtime import Runtime
 
@@ -52,7 +53,7 @@ def command(
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
-    with Runtime(run, device, engine, threads) as runtime:
+    with Runtime(run, str(pick_device(device, "--device ")), engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
