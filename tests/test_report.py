@@ -1,5 +1,6 @@
 """Reports of real runs: every number traces to a run folder, what is missing is said, and the files need nothing else."""
 
+import io
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from report_runs import NAME, make_runs, recipe
+from rich.console import Console
 
 from nestling import deadline, report
 from nestling.cli import main
@@ -243,11 +245,53 @@ def test_a_run_without_a_file_lacks_a_section_and_says_so(runs: Path, tmp_path: 
         assert words in Path(written["markdown"]).read_text().replace("\\", "")
 
 
+def shown(written: dict[str, Any]) -> str:
+    """What people see of a command's answer."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(report.show(written))
+    return console.export_text()
+
+
+def section_names(written: dict[str, Any]) -> list[str]:
+    return re.findall(r'<section id="(\w+)">', Path(written["report"]).read_text())
+
+
 def test_a_run_that_has_only_begun_is_reported_as_such(tmp_path: Path) -> None:
     RunDir(tmp_path).write_recipe(recipe(NAME, "osgd"))
     written = report.command((str(tmp_path),), out=str(tmp_path / "report.html"))
     assert "have not finished" in Path(written["report"]).read_text()
     assert written["headline"][0]["lines"] == [{"training": "osgd", "kind": "nest", "n": 0, "stages": []}]
+    assert section_names(written) == ["headline", "training", "provenance"]
+
+
+def unfinish(run: Path, into: Path) -> Path:
+    """A copy of a run as it was when only its first two epochs had been trained."""
+    into.mkdir()
+    for file in ("recipe.json", "provenance.json"):
+        shutil.copy(run / file, into / file)
+    (into / "log.jsonl").write_text("".join((run / "log.jsonl").read_text().splitlines(keepends=True)[:2]))
+    return into
+
+
+def test_a_report_of_unfinished_runs_has_no_empty_sections(runs: Path, tmp_path: Path) -> None:
+    begun = [str(unfinish(runs / name, tmp_path / name)) for name in ("osgd-0", "osgd-1")]
+    written = report.command((*begun,), out=str(tmp_path / "report.html"))
+    page = Path(written["report"]).read_text()
+    assert section_names(written) == ["headline", "training", "gradients", "provenance"]
+    assert re.findall(r'<a href="#(\w+)">', page) == section_names(written)
+    assert "No results yet in osgd-0 and osgd-1." in page and "nestling train --resume RUN" in page
+    assert "no results yet" in shown(written) and "stage 1" not in shown(written), "no table without numbers, either"
+
+
+def test_an_unfinished_run_takes_nothing_from_a_finished_one(runs: Path, tmp_path: Path) -> None:
+    """osgd comes before sgd, but has nothing to show yet."""
+    begun = unfinish(runs / "osgd-0", tmp_path / "osgd-0")
+    alone = report.command((str(runs / "sgd-0"),), out=str(tmp_path / "alone.html"))
+    both = report.command((str(begun), str(runs / "sgd-0")), out=str(tmp_path / "both.html"))
+    assert section_names(both) == section_names(alone)
+    for words in ("trained with sgd, 1 run", f"{NAME}, sgd: what each stage said"):
+        assert words in Path(alone["markdown"]).read_text() and words in Path(both["markdown"]).read_text()
+    assert "osgd" not in shown(both)
 
 
 def test_gradients_that_were_not_logged_are_named(written: dict[str, Any]) -> None:
@@ -423,10 +467,5 @@ def test_the_command_line_prints_one_json_document(runs: Path, tmp_path: Path) -
 
 
 def test_what_people_see_names_the_report(written: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report.show(written))
-    text = console.export_text()
-    assert "independent nets" in text
-    assert "report.html" in text
+    assert "independent nets" in shown(written)
+    assert "report.html" in shown(written)

@@ -80,6 +80,11 @@ class Family:
         return tuple(line for line in self.lines if line.kind != ALONE)
 
     @property
+    def judged_nests(self) -> tuple[Line, ...]:
+        """Those of which a run has finished."""
+        return tuple(line for line in self.nests if line.stages())
+
+    @property
     def alone(self) -> tuple[Line, ...]:
         return tuple(line for line in self.lines if line.kind == ALONE)
 

@@ -13,7 +13,7 @@ def training(about: Subject) -> Section:
             name = about.name(family, "training", line.label)
             drawn.append(figures.training(family, line, name, f"{family.split.capitalize()} error. {seeds}"))
     without = [run for run in about.runs if not run.log]
-    blocks = [*pictures(drawn), *lacking(without, "log", "")]
+    blocks = [*pictures(drawn), *lacking(without, "log", "A run writes it as its epochs end.")]
     return Section("training", "Training", tuple(blocks))
 
 
@@ -28,8 +28,9 @@ def gradients(about: Subject) -> Section:
     shown = pictures(drawn)
     without = [
         run for family in about.families for line in family.nests for run in line.runs
-        if not any(each.get("cosines") for each in run.log)
+        if run.log and not any(each.get("cosines") for each in run.log)
     ]  # fmt: skip
     remedy = "Train with --set train.diagnostics=true to log them."
     intro = Text("Each stage is a task with a gradient of its own. Logged while training, over all parameters.")
-    return Section("gradients", "Do the stages agree?", (intro, *shown, *lacking(without, "logged gradients", remedy)))
+    blocks = [*shown, *lacking(without, "logged gradients", remedy)]
+    return Section("gradients", "Do the stages agree?", (intro, *blocks) if blocks else ())
