@@ -24,6 +24,7 @@ from nestling.errors import NestlingError
 from nestling.recipe import Recipe
 from nestling.report.content import count_text, listed, percent, spread_cell, time_text
 from nestling.report.families import Family, Spread, families, spread
+from nestling.report.figures import training as figures
 from nestling.report.latency import pooled, times
 from nestling.report.runs import Answers, Run, find, read
 from nestling.report.study import Study, study
@@ -281,6 +282,42 @@ def test_a_report_of_unfinished_runs_has_no_empty_sections(runs: Path, tmp_path:
     assert re.findall(r'<a href="#(\w+)">', page) == section_names(written)
     assert "No results yet in osgd-0 and osgd-1." in page and "nestling train --resume RUN" in page
     assert "no results yet" in shown(written) and "stage 1" not in shown(written), "no table without numbers, either"
+
+
+def test_errors_of_unfinished_runs_are_drawn_as_logged(runs: Path, tmp_path: Path) -> None:
+    family = families([read(unfinish(runs / "osgd-0", tmp_path / "osgd-0"))])[0]
+    errors = ({"epoch": 1, "test_error": [0.8, 0.5, 0.4]}, {"epoch": 2, "test_error": [0.4, 0.3, 0.2]})
+
+    def drawn(n: int, *log: dict[str, Any]) -> str:
+        line = replace(family.lines[0], runs=(replace(family.runs[0], log=log),))
+        picture = figures.training(replace(family, n=n), line, "training", "")
+        assert picture is not None
+        return picture.svg
+
+    assert family.n == 0 and drawn(0, *errors) == drawn(1000, *errors)
+    dots = f"fill: {LIGHT['stage1']}"
+    assert dots in drawn(0, errors[0]) and dots not in drawn(0, *errors), (
+        "of one epoch there is a dot, not an empty frame"
+    )
+
+
+def test_the_caption_of_a_training_counts_unfinished_runs(runs: Path, tmp_path: Path) -> None:
+    begun = [str(unfinish(runs / name, tmp_path / name)) for name in ("osgd-0", "osgd-1")]
+    for some, caption in (
+        (begun, "Test error. Line: mean, band: lowest to highest over runs."),
+        (begun[:1], "One run."),
+    ):
+        written = report.command((*some,), out=str(tmp_path / "report.html"))
+        assert caption in Path(written["report"]).read_text()
+
+
+def test_a_run_without_a_log_leaves_the_others_curves(runs: Path, tmp_path: Path) -> None:
+    begun = unfinish(runs / "osgd-1", tmp_path / "osgd-1")
+    (begun / "log.jsonl").unlink()
+    written = report.command((str(runs / "osgd-0"), str(begun)), out=str(tmp_path / "report.html"))
+    words = Path(written["markdown"]).read_text()
+    assert f"{NAME}, osgd: test error while training" in words and "Test error. One run." in words
+    assert "No log in osgd-1." in words
 
 
 def test_an_unfinished_run_takes_nothing_from_a_finished_one(runs: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """How the runs were trained: error over the epochs, and whether the stages' gradients agreed."""
 
+from collections import Counter
+
 from nestling.report.content import Picture, Section, Text
 from nestling.report.figures import training as figures
 from nestling.report.subject import Subject, lacking, pictures
@@ -9,7 +11,8 @@ def training(about: Subject) -> Section:
     drawn = []
     for family in about.families:
         for line in family.lines:
-            seeds = "Line: mean, band: lowest to highest over runs." if line.seeds() > 1 else "One run."
+            several = max(Counter(run.alone for run in line.runs if run.log).values(), default=0) > 1
+            seeds = "Line: mean, band: lowest to highest over runs." if several else "One run."
             name = about.name(family, "training", line.label)
             drawn.append(figures.training(family, line, name, f"{family.split.capitalize()} error. {seeds}"))
     without = [run for run in about.runs if not run.log]
