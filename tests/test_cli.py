@@ -15,6 +15,7 @@ from typing import get_type_hints
 import pytest
 
 from nestling import __version__, cli, shelf
+from nestling.__main__ import entry
 from nestling.cli import COMMANDS, Command, main
 from nestling.nets import NETS
 from nestling.recipes import RECIPES
@@ -40,6 +41,10 @@ def command(recipe: str, extra: tuple[str, ...], run: str = "", set: tuple[str, 
         raise ValueError("oh no")
     if recipe == "missing":
         open("/no/such/file")
+    if recipe == "stopped":
+        stop = KeyboardInterrupt("stopped after epoch 1; go on")
+        stop.code = 143
+        raise stop
     if recipe == "slow":
         time.sleep(60)
     if recipe == "half":
@@ -78,11 +83,63 @@ def test_json_is_one_document_and_all_else_goes_to_stderr(capfd: pytest.CaptureF
 
 
 def test_a_refusal_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", "refused", "--json"]) == 1
+    assert main(["sample", "refused"]) == 1
     out, err = capfd.readouterr()
-    assert out == ""
+    assert out == "working\nchild at work\n"
     assert err.splitlines()[-1] == "nestling: found this [bold], expected that, do so"
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        (["sample", "refused"], 1, "found this [bold], expected that, do so"),
+        (["sample", "broken"], 1, "ValueError: oh no (unexpected; --traceback shows where)"),
+        (["sample", "broken", "--traceback"], 1, "ValueError: oh no (unexpected; --traceback shows where)"),
+        (["sample", "missing"], 1, "[Errno 2] No such file or directory: '/no/such/file'"),
+        (["sample", "stopped"], 143, "stopped after epoch 1; go on"),
+        (["sampel"], 2, "unknown command 'sampel'; did you mean sample or paper? See nestling --help"),
+        (["sample"], 2, "wrong arguments (stderr says which); nestling sample --help lists the right ones"),
+        (
+            ["sample", "a", "--quik"],
+            2,
+            "wrong arguments (stderr says which); nestling sample --help lists the right ones",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_failure_is_json_too(words: list[str], code: int, error: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == code
+    for_people = capfd.readouterr().err
+    assert main([*words, "--json"]) == code
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"error": error}
+    assert for_people and err.endswith(for_people), "people are told the same with --json"
+
+
+def test_of_several_ranks_the_first_one_says_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    for rank, documents in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["sample", "refused", "--json"]) == 1
+        out, err = capfd.readouterr()
+        assert out.count("error") == documents and "found this" in err
+
+
+def test_what_is_not_installed_is_said_in_json_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "nestling.cli")
+    monkeypatch.setattr(sys, "argv", ["nestling", "train", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        entry()
+    out, err = capfd.readouterr()
+    message = json.loads(out)["error"]
+    assert message.startswith("rich is not installed; run: pip install nestling")
+    assert (stop.value.code, err) == (1, f"nestling: {message}\n")
 
 
 def test_what_is_incomplete_is_shown_and_has_failed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from nestling import shelf
 from nestling.cli import main
-from nestling.describe import amount, command, show
+from nestling.describe import amount, as_text, command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import depth_links
 from nestling.nets.blocks import survey
 from nestling.nets.draw import colour, draw
-from nestling.recipe import NetworkRecipe
+from nestling.recipe import NetworkRecipe, Recipe, flat, keys, override
+from nestling.recipes import RECIPES
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,6 +37,29 @@ def test_json_has_the_promised_shape(capfd: pytest.CaptureFixture[str]) -> None:
     assert [row["size"] for row in found["stages"]] == ["w1", "w2", "w4"]
     assert found["unnested"]["macs"] == pytest.approx(387.8e6, rel=0.05)
     assert found["stages"][-1]["macs_share"] == pytest.approx(0.688, abs=0.001)
+
+
+def test_a_recipe_is_described_with_every_field_that_set_changes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "digits-depth", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["network"], found["recipe"]) == ("depth-digits", "digits-depth")
+    assert found["stages"] == command("depth-digits")["stages"]
+    assert [row["key"] for row in found["fields"]] == list(keys())
+    fields = {row["key"]: row for row in found["fields"]}
+    assert fields["train.epochs"] == {"key": "train.epochs", "value": 30, "expected": "a whole number, at least 0"}
+    assert "sgd-sum" in fields["strategy.name"]["expected"] and fields["strategy.name"]["value"] == "osgd"
+    assert main(["describe", "digits-depth"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert all(any(f" {key} " in line for line in lines) for key in keys())
+    assert "fields" not in command("depth-digits")
+    changed = {row["key"]: row["value"] for row in command("digits-width", growth="w")["fields"]}
+    assert changed["network.growth"] == "w", "what is changed for the stages is changed for the fields"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_values_of_a_recipe_are_shown_as_set_takes_them(name: str) -> None:
+    recipe = RECIPES[name]()
+    assert override(Recipe("other"), [f"{key}={as_text(value)}" for key, value in flat(recipe).items()]) == recipe
 
 
 def test_stages_add_up() -> None:
@@ -101,7 +125,7 @@ def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: list[str], error: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", *words, "--json"]) == 1
+    assert main(["describe", *words]) == 1
     out, err = capfd.readouterr()
     assert out == "" and error in err and "Traceback" not in err and len(err.splitlines()) == 1
 

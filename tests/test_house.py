@@ -22,8 +22,8 @@ FLOW = """
     fused
     gradients
     combine
-    evaluate shelf describe
-    recipes
+    evaluate shelf
+    recipes describe
     train
     cost
     deadline

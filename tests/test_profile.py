@@ -411,7 +411,7 @@ def test_broken_pictures_are_named_and_the_others_answered(
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 1
     *named, count = done.stderr.splitlines()
-    assert count == "nestling: 3 of 7 pictures cannot be read; repair them or leave them out"
+    assert count == "nestling: 3 of 7 files or folders cannot be read as pictures; repair them or leave them out"
     for line, name in zip(named, broken, strict=True):
         assert line.startswith(f"{folder / name} cannot be read as a picture (")
     if form:
@@ -438,16 +438,26 @@ def test_a_missing_picture_is_named_and_the_others_answered(
     assert f"there is no picture {missing}; name files or folders" in err.splitlines()
 
 
-def test_what_cannot_be_asked_for_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_folder_without_pictures_is_named_and_the_others_answered(
+    run: Path, pictures: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "notes.txt").write_text("no picture")
+    assert main(["predict", str(run), str(empty), str(pictures[0]), "--device", "cpu", "--json"]) == 1
+    out, err = capsys.readouterr()
+    first, *others = json.loads(out)["images"]
+    assert first["image"] == str(empty) and len(others) == 4 and all("answer" in image for image in others)
+    assert first["error"].startswith(f"the folder {empty} holds no pictures (.bmp, ") and first["error"] in err
+    assert predict.command(str(run), (str(empty),), device="cpu")["incomplete"].startswith("1 of 1 ")
+
+
+def test_what_cannot_be_asked_for_is_refused(run: Path) -> None:
     with pytest.raises(NestlingError, match="no picture was named"):
         predict.command(str(run), (), device="cpu")
     for threads in (0, -1):
         with pytest.raises(NestlingError, match=f"found {threads} threads; expected at least 1"):
             predict.command(str(run), ("none.png",), device="cpu", threads=threads)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(NestlingError, match="holds no pictures"):
-        predict.command(str(run), (str(empty),), device="cpu")
 
 
 def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], tmp_path: Path) -> None:

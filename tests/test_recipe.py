@@ -63,7 +63,7 @@ def test_an_override_sets_one_field_with_its_type(setting: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("train.epoch=3", ["unknown key 'train.epoch'", "train.epochs"]),
+        ("train.epoch=3", ["unknown key 'train.epoch'", "train.epochs", "(nestling describe RECIPE lists all)"]),
         ("epochs=3", ["unknown key 'epochs'", "train.epochs"]),
         ("trian.lr=3", ["unknown key 'trian.lr'", "train.lr"]),
         ("train=3", ["unknown key 'train'", "train."]),

@@ -1,5 +1,6 @@
 """Reports of real runs: every number traces to a run folder, what is missing is said, and the files need nothing else."""
 
+import io
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from report_runs import NAME, make_runs, recipe
+from rich.console import Console
 
 from nestling import deadline, report
 from nestling.cli import main
@@ -22,6 +24,7 @@ from nestling.errors import NestlingError
 from nestling.recipe import Recipe
 from nestling.report.content import count_text, listed, percent, spread_cell, time_text
 from nestling.report.families import Family, Spread, families, spread
+from nestling.report.figures import training as figures
 from nestling.report.latency import pooled, times
 from nestling.report.runs import Answers, Run, find, read
 from nestling.report.study import Study, study
@@ -243,11 +246,89 @@ def test_a_run_without_a_file_lacks_a_section_and_says_so(runs: Path, tmp_path: 
         assert words in Path(written["markdown"]).read_text().replace("\\", "")
 
 
+def shown(written: dict[str, Any]) -> str:
+    """What people see of a command's answer."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(report.show(written))
+    return console.export_text()
+
+
+def section_names(written: dict[str, Any]) -> list[str]:
+    return re.findall(r'<section id="(\w+)">', Path(written["report"]).read_text())
+
+
 def test_a_run_that_has_only_begun_is_reported_as_such(tmp_path: Path) -> None:
     RunDir(tmp_path).write_recipe(recipe(NAME, "osgd"))
     written = report.command((str(tmp_path),), out=str(tmp_path / "report.html"))
     assert "have not finished" in Path(written["report"]).read_text()
     assert written["headline"][0]["lines"] == [{"training": "osgd", "kind": "nest", "n": 0, "stages": []}]
+    assert section_names(written) == ["headline", "training", "provenance"]
+
+
+def unfinish(run: Path, into: Path) -> Path:
+    """A copy of a run as it was when only its first two epochs had been trained."""
+    into.mkdir()
+    for file in ("recipe.json", "provenance.json"):
+        shutil.copy(run / file, into / file)
+    (into / "log.jsonl").write_text("".join((run / "log.jsonl").read_text().splitlines(keepends=True)[:2]))
+    return into
+
+
+def test_a_report_of_unfinished_runs_has_no_empty_sections(runs: Path, tmp_path: Path) -> None:
+    begun = [str(unfinish(runs / name, tmp_path / name)) for name in ("osgd-0", "osgd-1")]
+    written = report.command((*begun,), out=str(tmp_path / "report.html"))
+    page = Path(written["report"]).read_text()
+    assert section_names(written) == ["headline", "training", "gradients", "provenance"]
+    assert re.findall(r'<a href="#(\w+)">', page) == section_names(written)
+    assert "No results yet in osgd-0 and osgd-1." in page and "nestling train --resume RUN" in page
+    assert "no results yet" in shown(written) and "stage 1" not in shown(written), "no table without numbers, either"
+
+
+def test_errors_of_unfinished_runs_are_drawn_as_logged(runs: Path, tmp_path: Path) -> None:
+    family = families([read(unfinish(runs / "osgd-0", tmp_path / "osgd-0"))])[0]
+    errors = ({"epoch": 1, "test_error": [0.8, 0.5, 0.4]}, {"epoch": 2, "test_error": [0.4, 0.3, 0.2]})
+
+    def drawn(n: int, *log: dict[str, Any]) -> str:
+        line = replace(family.lines[0], runs=(replace(family.runs[0], log=log),))
+        picture = figures.training(replace(family, n=n), line, "training", "")
+        assert picture is not None
+        return picture.svg
+
+    assert family.n == 0 and drawn(0, *errors) == drawn(1000, *errors)
+    dots = f"fill: {LIGHT['stage1']}"
+    assert dots in drawn(0, errors[0]) and dots not in drawn(0, *errors), (
+        "of one epoch there is a dot, not an empty frame"
+    )
+
+
+def test_the_caption_of_a_training_counts_unfinished_runs(runs: Path, tmp_path: Path) -> None:
+    begun = [str(unfinish(runs / name, tmp_path / name)) for name in ("osgd-0", "osgd-1")]
+    for some, caption in (
+        (begun, "Test error. Line: mean, band: lowest to highest over runs."),
+        (begun[:1], "One run."),
+    ):
+        written = report.command((*some,), out=str(tmp_path / "report.html"))
+        assert caption in Path(written["report"]).read_text()
+
+
+def test_a_run_without_a_log_leaves_the_others_curves(runs: Path, tmp_path: Path) -> None:
+    begun = unfinish(runs / "osgd-1", tmp_path / "osgd-1")
+    (begun / "log.jsonl").unlink()
+    written = report.command((str(runs / "osgd-0"), str(begun)), out=str(tmp_path / "report.html"))
+    words = Path(written["markdown"]).read_text()
+    assert f"{NAME}, osgd: test error while training" in words and "Test error. One run." in words
+    assert "No log in osgd-1." in words
+
+
+def test_an_unfinished_run_takes_nothing_from_a_finished_one(runs: Path, tmp_path: Path) -> None:
+    """osgd comes before sgd, but has nothing to show yet."""
+    begun = unfinish(runs / "osgd-0", tmp_path / "osgd-0")
+    alone = report.command((str(runs / "sgd-0"),), out=str(tmp_path / "alone.html"))
+    both = report.command((str(begun), str(runs / "sgd-0")), out=str(tmp_path / "both.html"))
+    assert section_names(both) == section_names(alone)
+    for words in ("trained with sgd, 1 run", f"{NAME}, sgd: what each stage said"):
+        assert words in Path(alone["markdown"]).read_text() and words in Path(both["markdown"]).read_text()
+    assert "osgd" not in shown(both)
 
 
 def test_gradients_that_were_not_logged_are_named(written: dict[str, Any]) -> None:
@@ -423,10 +504,5 @@ def test_the_command_line_prints_one_json_document(runs: Path, tmp_path: Path) -
 
 
 def test_what_people_see_names_the_report(written: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report.show(written))
-    text = console.export_text()
-    assert "independent nets" in text
-    assert "report.html" in text
+    assert "independent nets" in shown(written)
+    assert "report.html" in shown(written)

@@ -879,7 +879,8 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"device": "tpu"}, "unknown device"),
+        ({"device": "tpu"}, "device=tpu is no device; expected auto, cpu or cuda"),
+        ({"device": "cuda:99"}, "device=cuda:99, but .*; use device=auto or cpu"),
         ({"engine": "onyx"}, "did you mean onnx"),
         ({"device": "cpu", "engine": "graph"}, "CUDA"),
         ({"device": "cpu", "threads": -1}, "threads=-1.* 0 for all cores"),

@@ -15,6 +15,7 @@ from rich.console import Console
 from test_train import digits, untimed, weights
 
 from nestling import device, evaluate
+from nestling.cli import main
 from nestling.combine import OSGD
 from nestling.data import MemorySplit, load
 from nestling.device import pick_device
@@ -207,6 +208,28 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu() -> None:
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
     with pytest.raises(NestlingError, match=r"--device cuda, but .*; use --device auto or cpu"):
         evaluate.command("width-resnet42-cifar10", device="cuda", sample=True)
+
+
+@pytest.mark.parametrize("wanted", ["tpu", "cuda:99"])
+@pytest.mark.parametrize("words", [["evaluate"], ["profile"], ["predict", "picture.png"]], ids=lambda words: words[0])
+def test_every_command_refuses_a_device_that_is_not_there(
+    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = words
+    assert main([command, "width-resnet42-cifar10", *rest, "--device", wanted]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"nestling: --device {wanted}") and "auto" in err and "unexpected" not in err
+
+
+def test_a_gpu_beyond_the_last_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(NestlingError, match="--device cuda:2, but the last CUDA device that torch sees is cuda:1; use"):
+        pick_device("cuda:2", "--device ")
+
+
+def test_a_numbered_cpu_is_the_cpu() -> None:
+    assert pick_device("cpu:3") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "mps", "cuda:x", ""])

@@ -2,7 +2,7 @@
 
 import sys
 
-from nestling.errors import explain_missing
+from nestling.errors import explain_missing, tell
 
 
 def entry() -> None:
@@ -10,7 +10,8 @@ def entry() -> None:
     try:
         from nestling.cli import entry as run
     except ModuleNotFoundError as error:
-        sys.exit(f"nestling: {explain_missing(error)}")
+        tell(explain_missing(error), as_json="--json" in sys.argv)
+        sys.exit(1)
     run()
 
 

@@ -4,8 +4,8 @@ A command is a module with two functions. `command(recipe: str, run: str = "", s
 also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default or
 before a `/` are positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
 `show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
-the command has failed. Progress goes to stderr. A module is imported only when its command is called; this room
-knows nothing of what a command does.
+the command has failed; one that raises has {"error": ...} for --json. Progress goes to stderr. A module is imported
+only when its command is called; this room knows nothing of what a command does.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestling import __version__
-from nestling.errors import NestlingError, nearest
+from nestling.errors import NestlingError, nearest, tell
 from nestling.files import to_text
 
 
@@ -53,7 +53,7 @@ PLANNED: dict[str, Command] = {
 COMMANDS: dict[str, Command] = {name: command for name, command in PLANNED.items() if command.exists()}
 
 EVERYWHERE = (
-    ("--json", "print one JSON document on stdout and nothing else there"),
+    ("--json", 'print one JSON document on stdout and nothing else there ({"error": ...} where there is no result)'),
     ("--traceback", "show the whole traceback when something fails"),
     ("--help", "show help for a command"),
     ("--version", "show the version"),
@@ -66,6 +66,16 @@ def main(arguments: Sequence[str]) -> int:
     as_json, with_traceback = "--json" in arguments, "--traceback" in arguments
     words = [word for word in arguments if word not in ("--json", "--traceback")]
     try:
+        return answer(words, as_json, with_traceback)
+    except BrokenPipeError:
+        # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def answer(words: Sequence[str], as_json: bool, with_traceback: bool) -> int:
+    """Run a command line without its options for everywhere; what fails is told, and becomes an exit code."""
+    try:
         if not words or words[0] in ("-h", "--help"):
             overview()
             return 0
@@ -74,23 +84,20 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if words[0] not in COMMANDS:
             near = nearest(words[0], COMMANDS)
-            say(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help")
+            tell(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help", as_json)
             return 2
         return run(words[0], words[1:], as_json)
     except KeyboardInterrupt as stop:
-        say(str(stop) or "interrupted")
+        tell(str(stop) or "interrupted", as_json)
         return int(getattr(stop, "code", 130))
     except BrokenPipeError:
-        # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+        raise  # nobody is left to tell
     except Exception as error:
         if with_traceback:
             traceback.print_exc()
-        elif isinstance(error, NestlingError | OSError):
-            say(str(error))
-        else:
-            say(f"{type(error).__name__}: {error} (unexpected; --traceback shows where)")
+        expected = isinstance(error, NestlingError | OSError)
+        message = str(error) if expected else f"{type(error).__name__}: {error} (unexpected; --traceback shows where)"
+        tell(message, as_json, said=with_traceback)
         return 1
 
 
@@ -108,6 +115,9 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
             config=style,
         )
     except SystemExit as stop:  # tyro has printed the help (0) or what is wrong with the usage (2)
+        if stop.code:
+            right = f"nestling {name} --help lists the right ones"
+            tell(f"wrong arguments (stderr says which); {right}", as_json, said=True)
         return stop.code if isinstance(stop.code, int) else 2
     with stdout_to_stderr() if as_json else contextlib.nullcontext():
         result = call()
@@ -119,7 +129,7 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
         Console().print(module.show(result))
         sys.stdout.flush()
     if missing := result.get("incomplete"):
-        say(missing)
+        tell(missing, as_json=False)  # the document that was printed says it, too
         return 1
     return 0
 
@@ -165,11 +175,6 @@ def overview() -> None:
         console.print(table)
         console.print()
     console.print("nestling COMMAND --help says more about one command.")
-
-
-def say(message: str) -> None:
-    """One message for people, on stderr."""
-    print(f"nestling: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

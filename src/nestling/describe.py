@@ -1,8 +1,8 @@
 """`nestling describe NET`: a network's stages, what each adds and costs, and a picture of the nest.
 
-In: the name of a network, or of a trained one, and what to change about it. Out: per stage its size, new and total
-parameters and MACs, its share of the un-nested network and the connections the rule drops; with --draw an SVG. Works on
-plans: makes no tensors.
+In: the name of a network, of a trained one or of a recipe, and what to change about it. Out: per stage its size, new and
+total parameters and MACs, its share of the un-nested network and the connections the rule drops; of a recipe also every
+field that --set changes; with --draw an SVG. Works on plans: makes no tensors.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ from nestling.files import write_atomically
 from nestling.nets.draw import draw as picture_of
 from nestling.nets.plan import WEIGHTED, Plan
 from nestling.nets.registry import NETS, Shape, plan
-from nestling.recipe import NetworkRecipe, Recipe, from_dict, override
+from nestling.recipe import NetworkRecipe, Recipe, flat, from_dict, keys, override, says
+from nestling.recipes import RECIPES
 
 
 def command(
@@ -42,8 +43,10 @@ def command(
     Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
     multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).
 
+    Of a recipe, such as digits-width (nestling train --help lists all), every field that --set changes is listed, too.
+
     Args:
-        net: a network's name, such as width-resnet42, or that of a trained network that comes with nestling.
+        net: a network's name, such as width-resnet42, that of a trained network that comes with nestling, or a recipe's.
         growth: another order of growing, such as w,d,w,d.
         stripes: how wide each stripe is, such as 1,1,2; without it every w doubles the width.
         widths: channels of each group at full width, such as 32,64,128.
@@ -57,21 +60,29 @@ def command(
     given = {"growth": growth, "stripes": stripes, "widths": widths, "blocks": blocks}
     settings = [f"network.{key}={value}" for key, value in given.items() if value]
     image = image_shape(shape)
-    base = NetworkRecipe(name=net)
-    if net not in NETS:
+    made = RECIPES[net]() if net in RECIPES else Recipe(net, network=NetworkRecipe(name=net))
+    if made.network.name not in NETS:
         from nestling import shelf  # here, because it brings torch, which plans are made without
 
         if shelf.holds(net):
             card = shelf.card(net)
-            base, classes = from_dict(card["recipe"]).network, classes or len(card["results"]["classes"])
+            made, classes = from_dict(card["recipe"]), classes or len(card["results"]["classes"])
             image = image or tuple(card["shape"])
+    base = made.network
     base = replace(base, alone=alone or base.alone, ensemble=ensemble or base.ensemble)
-    recipe = override(Recipe(net, network=base), settings).network
-    drawn = plan(recipe, classes or None, image)
-    result = described(drawn, unnested(recipe, classes, image))
+    recipe = override(replace(made, network=base), settings)
+    drawn = plan(recipe.network, classes or None, image)
+    result = {"network": net, **described(drawn, unnested(recipe.network, classes, image))}
+    if net in RECIPES:
+        result |= {"network": recipe.network.name, "recipe": net, "fields": described_fields(recipe)}
     if draw:
         result["picture"] = write_picture(drawn, draw)
-    return {"network": net, **result}
+    return result
+
+
+def described_fields(recipe: Recipe) -> list[dict[str, Any]]:
+    """Every field that --set changes: its value in this recipe, and which others it takes."""
+    return [{"key": key, "value": value, "expected": says(keys()[key])} for key, value in flat(recipe).items()]
 
 
 def image_shape(text: str) -> Shape | None:
@@ -142,7 +153,7 @@ def write_picture(drawn: Plan, file: str) -> str:
 
 
 def show(result: dict[str, Any]) -> RenderableType:
-    """The stages as a table."""
+    """The stages as a table; of a recipe its fields as another one."""
     shape = "x".join(map(str, result["shape"]))
     table = Table(title=f"{result['network']}, images {shape}, {result['classes']} classes", title_justify="left")
     table.add_column("stage", justify="right")
@@ -157,7 +168,22 @@ def show(result: dict[str, Any]) -> RenderableType:
     lines = [f"un-nested, all connections: {amount(whole['params'])} params, {amount(whole['macs'])} MACs"]
     if "picture" in result:
         lines.append(f"picture: {result['picture']}")
-    return Group(table, *lines)
+    return Group(table, *lines, *([fields_table(result)] if "fields" in result else []))
+
+
+def fields_table(result: dict[str, Any]) -> Table:
+    title = f"nestling train {result['recipe']} --set FIELD=VALUE"
+    table = Table("field", "value", "expected", title=title, title_justify="left")
+    for row in result["fields"]:
+        table.add_row(row["key"], as_text(row["value"]), row["expected"])
+    return table
+
+
+def as_text(value: Any) -> str:
+    """A value as --set takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def amount(count: int) -> str:

@@ -1,6 +1,6 @@
 """Which device to use: one that was asked for and works, or why it cannot be had.
 
-In: auto, cpu or cuda. Out: a torch.device, or a NestlingError that says what was found and what to do. It does not know
+In: auto, cpu, cuda or cuda:1. Out: a torch.device, or a NestlingError that says what was found and what to do. It does not know
 what the device is wanted for.
 """
 
@@ -19,7 +19,9 @@ def pick_device(wanted: str, setting: str = "train.device=") -> torch.device:
         raise NestlingError(f"{setting}{wanted} is no device; expected auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise NestlingError(f"{setting}{wanted} is not supported; expected auto, cpu or cuda")
-    trouble = no_gpu() if device.type == "cuda" else ""
+    if device.type == "cpu":
+        return torch.device("cpu")  # to torch cpu:3 is the same, and others compare names
+    trouble = no_gpu(device)
     if not trouble:
         return device
     if wanted != "auto":
@@ -29,18 +31,21 @@ def pick_device(wanted: str, setting: str = "train.device=") -> torch.device:
     return torch.device("cpu")
 
 
-def no_gpu() -> str:
-    """Why there is no GPU to use; empty where there is one. Found by asking it for a sum."""
+def no_gpu(device: torch.device) -> str:
+    """Why this GPU cannot be used; empty where it can. Found by asking it for a sum."""
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
             return f"this torch ({torch.__version__}) was built without CUDA"
         return "torch sees no CUDA device here"
+    last = torch.cuda.device_count() - 1
+    if device.index is not None and device.index > last:
+        return f"the last CUDA device that torch sees is cuda:{last}"
     try:
-        assert int(torch.ones(2, device="cuda").sum()) == 2
+        assert int(torch.ones(2, device=device).sum()) == 2
     except torch.OutOfMemoryError:
         return ""  # it works, and is full: said where more is known
     except RuntimeError as error:
-        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         return f"{name} (compute capability {major}.{minor}) does not run this torch's kernels: {first_line(error)}"
     return ""
 

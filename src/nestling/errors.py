@@ -1,15 +1,27 @@
-"""The one error a user may cause, and the words "did you mean" needs.
+"""The one error a user may cause, how a failure is told, and the words "did you mean" needs.
 
 NestlingError carries a message that says what was found, what was expected and what to do. The command line
 prints it without a traceback; anything else that is raised is a bug of ours. This room knows nothing else.
 """
 
 import difflib
+import json
+import os
+import sys
 from collections.abc import Iterable
 
 
 class NestlingError(Exception):
     """Bad input: a wrong name, value, file or folder. Its message says what was found, expected and to do."""
+
+
+def tell(message: str, as_json: bool, said: bool = False) -> None:
+    """Why a command failed: to people on stderr, unless it is said there already, and to programs as JSON on stdout."""
+    if not said:
+        print(f"nestling: {message}", file=sys.stderr, flush=True)
+    # Of several ranks that fail together the first one speaks: stdout holds one document.
+    if as_json and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"):
+        print(json.dumps({"error": message}, indent=2), flush=True)
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

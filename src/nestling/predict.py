@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nestling.anytime.answer import Answer
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.runtime.runtime import Runtime
 
@@ -52,29 +53,24 @@ def command(
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
-    with Runtime(run, device, engine, threads) as runtime:
+    with Runtime(run, str(pick_device(device, "--device ")), engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
         answered = [{"image": str(path), **predict(runtime, path, limit)} for path in paths]
         known = {"network": runtime.spec.name, "engine": runtime.engine.name, "deadline_ms": deadline_ms or None}
     broken = sum("error" in image for image in answered)
-    left = f"{broken} of {len(paths)} pictures cannot be read; repair them or leave them out" if broken else ""
-    return {"run": run, **known, "images": answered, "incomplete": left}
+    left = f"{broken} of {len(paths)} files or folders cannot be read as pictures; repair them or leave them out"
+    return {"run": run, **known, "images": answered, "incomplete": left if broken else ""}
 
 
 def find(names: tuple[str, ...]) -> list[Path]:
-    """The picture files that were named, folders opened."""
+    """The picture files that were named, folders opened. A missing one and a folder without any are kept: they are named
+    when their turn comes, as broken ones are."""
     found: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
-            if not inside:
-                raise NestlingError(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
-            found += inside
-        else:
-            found.append(path)  # one that is not there is named when its turn comes, as a broken one is
+    for path in map(Path, names):
+        inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
+        found += inside or [path]
     if not found:
         raise NestlingError("no picture was named; give files or folders")
     return found
@@ -91,6 +87,8 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
     if not path.exists() and not path.is_symlink():
         raise NoPicture(f"there is no picture {path}; name files or folders")
+    if path.is_dir():
+        raise NoPicture(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
     try:
         image = load_rgb(path, upright=True)
     except Unreadable as error:

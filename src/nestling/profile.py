@@ -20,11 +20,12 @@ from rich.table import Table
 from nestling import shelf
 from nestling.anytime.engine import Engine, Floats, Stop
 from nestling.cost import PROFILE, WARM_UP, Latency, to_dict
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet
 from nestling.provenance import device_name
 from nestling.runtime.build import build_engine
-from nestling.runtime.runtime import choose_device, load_source
+from nestling.runtime.runtime import load_source
 
 SUMMARY = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
@@ -49,7 +50,7 @@ def command(
         repeats: how often every condition is measured.
         dry: measure, but store nothing; with --json, every repeat is printed.
     """
-    device, threads, batch = choose_device(device), threads or (1,), batch or (1,)
+    device, threads, batch = str(pick_device(device, "--device ")), threads or (1,), batch or (1,)
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
     net, _, folder = load_source(run)

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from nestling.errors import NestlingError, join, nearest
@@ -157,6 +158,11 @@ def keys() -> dict[str, Any]:
     return found
 
 
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key that --set accepts, with the recipe's own value."""
+    return {key: attrgetter(key)(recipe) for key in keys()}
+
+
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """The recipe with "key=value" settings applied; of two for one key the later counts."""
     valid = keys()
@@ -167,7 +173,10 @@ def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         if not equals:
             raise NestlingError(f"setting {setting!r} has no '='; write key=value, such as train.epochs=3")
         if key not in valid:
-            raise NestlingError(f"unknown key {key!r} in setting {setting!r}; did you mean {nearest(key, valid)}?")
+            raise NestlingError(
+                f"unknown key {key!r} in setting {setting!r}; did you mean {nearest(key, valid)}? "
+                "(nestling describe RECIPE lists all)"
+            )
         section, _, name = key.rpartition(".")
         changes.setdefault(section, {})[name] = parsed(text.strip(), valid[key], key)
     # All at once, so that fields which must agree with each other may be set in any order.

@@ -17,9 +17,9 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.files import write_atomically
-from nestling.recipe import Recipe, override, show
+from nestling.recipe import Recipe, flat, override, show
 from nestling.recipes import RECIPES
-from nestling.report.families import CHANCE, flat
+from nestling.report.families import CHANCE
 from nestling.rundir import PROVENANCE, RESULTS, RunDir
 
 Row = dict[str, Any]

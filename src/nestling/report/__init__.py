@@ -38,9 +38,14 @@ def show(result: dict[str, Any]) -> Group:
     """The headline tables, and where the report is."""
     parts: list[Table | Text] = []
     for family in result["headline"]:
+        if not family["n"]:
+            parts.append(Text(f"{family['network']} on {family['data']}: no results yet, as no run has finished"))
+            continue
         title = f"{family['network']} on {family['data']}: error in % ({family['split']}, {family['n']:,} images)"
         table = Table("training", "n", *family["sizes"], title=title)
         for line in family["lines"]:
+            if not line["stages"]:
+                continue
             cells = {row["stage"]: row for row in line["stages"]}
             texts = [cell_text(cells.get(stage)) for stage in range(1, len(family["sizes"]) + 1)]
             table.add_row(line["training"], str(line["n"]), *texts)

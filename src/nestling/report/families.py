@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestling.recipe import Recipe, StrategyRecipe
+from nestling.recipe import StrategyRecipe, flat
 from nestling.report.runs import Run
 
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"
@@ -78,6 +78,11 @@ class Family:
     @property
     def nests(self) -> tuple[Line, ...]:
         return tuple(line for line in self.lines if line.kind != ALONE)
+
+    @property
+    def judged_nests(self) -> tuple[Line, ...]:
+        """Those of which a run has finished."""
+        return tuple(line for line in self.nests if line.stages())
 
     @property
     def alone(self) -> tuple[Line, ...]:
@@ -156,13 +161,6 @@ def settings(run: Run) -> dict[str, Any]:
             recipe, strategy=strategy, network=dataclasses.replace(recipe.network, alone=1, ensemble=False)
         )
     return {key: value for key, value in flat(recipe).items() if key not in CHANCE}
-
-
-def flat(recipe: Recipe) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(recipe).items():
-        found |= {f"{key}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {key: value}
-    return found
 
 
 def label(kind: str, run: Run, others: Sequence[Sequence[Run]]) -> str:

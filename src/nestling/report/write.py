@@ -64,7 +64,7 @@ def publish(report: Report, out: Path) -> dict[str, Any]:
 
 
 def compose(about: Subject) -> Report:
-    """Title and lead, then every section."""
+    """Title and lead, then every section that has something to say."""
     data = sorted({family.data for family in about.families})
     nests = [family for family in about.families if family.nests]
     splits = dict.fromkeys(f"{family.n:,} {family.data} {family.split} images" for family in about.families if family.n)
@@ -74,7 +74,8 @@ def compose(about: Subject) -> Report:
         f"errors are on {listed(list(splits)) or 'no images yet'}."
     )
     title = f"Anytime networks on {listed(data)}" if nests else f"Networks on {listed(data)}"
-    return Report(title, lead, tuple(section(about) for section in SECTIONS))
+    sections = [section(about) for section in SECTIONS]
+    return Report(title, lead, tuple(section for section in sections if section.blocks))
 
 
 def all_pictures(report: Report) -> list[Picture]:

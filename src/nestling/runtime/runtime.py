@@ -21,6 +21,7 @@ from nestling.anytime.spec import Spec
 from nestling.confidence import Confidence, calibrate
 from nestling.cost import PROFILE, Latency, load_profile
 from nestling.data import load
+from nestling.device import pick_device
 from nestling.errors import NestlingError
 from nestling.evaluate import OUTPUTS, class_shares, network
 from nestling.nets import NestedNet
@@ -44,7 +45,7 @@ class Runtime(Anytime):
         """`source` is a network, a run's folder, or the name of a trained network that comes with nestling. `threads` is for
         CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare network than its plan
         does: with a mean and std, uint8 images are normalised."""
-        device = choose_device(device)
+        device = str(pick_device(device, "device="))
         self.run: RunDir | None = None
         if isinstance(source, NestedNet):
             net, spec = source, spec or bare_spec(source)
@@ -76,18 +77,6 @@ class Runtime(Anytime):
 
     def to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
-
-
-def choose_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise NestlingError(f"unknown device {device!r}; expected auto, cpu or cuda") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise NestlingError(f"device {device!r} asks for a GPU, but torch finds none; use device='cpu'")
-    return device
 
 
 def bare_spec(net: NestedNet) -> Spec:

@@ -3,7 +3,6 @@
 In: recipes and folders. Out: finished run folders and their results. How an epoch is trained is loop.py's business.
 """
 
-import dataclasses
 import os
 import time
 from typing import Any
@@ -17,7 +16,7 @@ from nestling import evaluate
 from nestling.data import DataSet, load
 from nestling.device import pick_device
 from nestling.errors import NestlingError
-from nestling.recipe import Recipe, override
+from nestling.recipe import Recipe, flat, override
 from nestling.recipes import RECIPES, named
 from nestling.rundir import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
@@ -72,16 +71,9 @@ def prepare(
 
 
 def first_difference(found: Recipe, given: Recipe) -> str:
-    old, new = (flat(dataclasses.asdict(each)) for each in (found, given))
+    old, new = flat(found), flat(given)
     key = next(key for key in old if old[key] != new[key])
     return f"{key} was {old[key]!r}, now {new[key]!r}"
-
-
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
 
 
 def train(
@@ -182,7 +174,7 @@ def command(
     Args:
         recipe: a recipe's name, or a recipe.json; not needed with --resume.
         out: the run's folder; by default runs/RECIPE.
-        set: change a field, key=value, for example train.epochs=3; may be repeated.
+        set: change a field, key=value, for example train.epochs=3; may be repeated. nestling describe RECIPE lists every field.
         resume: the folder of a run to go on with.
         minutes: stop at the end of an epoch after so many minutes, on a GPU up to two epochs later, to be resumed; 0 means never.
             Ctrl-C and SIGTERM stop at once, with a checkpoint of the last whole epoch.

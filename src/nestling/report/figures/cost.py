@@ -76,7 +76,7 @@ def error_against(
 
 def name_stages(axes: Axes, family: Family, cost: Cost) -> None:
     """The sizes of the first nest, in their colours, over the picture at what they cost."""
-    for line in family.nests[:1]:
+    for line in family.judged_nests[:1]:
         for stage in family.stages:
             where = cost(family, line, stage)
             if where is not None:

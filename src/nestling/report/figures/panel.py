@@ -113,4 +113,4 @@ def error_axis(axes: Axes, errors: Sequence[float]) -> None:
 
 def epoch_axis(axes: Axes) -> None:
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

@@ -20,20 +20,26 @@ from nestling.report.theme import MUTED, stage_colour
 
 
 def curve(runs: Sequence[Run], field: str, pick: Callable[[Any], float | None]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Epochs (E) and values (runs, E) of one number of the log, over the epochs that all runs logged."""
+    """Epochs (E) and values (runs, E) of one number of the log, over the epochs that all runs logged which logged any."""
     tables = []
     for run in runs:
         found = {line["epoch"]: pick(line[field]) for line in run.log if line.get(field) is not None}
         tables.append({epoch: value for epoch, value in found.items() if value is not None})
+    tables = [table for table in tables if table]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     return np.array(shared), np.array([[table[epoch] for epoch in shared] for table in tables])
 
 
 def draw_curve(axes: Axes, epochs: NDArray[Any], values: NDArray[Any], colour: str, label: str) -> None:
     """The mean over runs, and a band from the lowest to the highest."""
-    axes.plot(epochs, values.mean(axis=0), color=colour, label=label)
+    axes.plot(epochs, values.mean(axis=0), color=colour, label=label, marker=dot(epochs))
     if len(values) > 1:
         axes.fill_between(epochs, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+
+
+def dot(epochs: NDArray[Any]) -> str:
+    """The marker of a curve: of a single epoch no line can be drawn."""
+    return "o" if len(epochs) == 1 else ""
 
 
 def at(index: int) -> Callable[[Any], float | None]:
@@ -48,7 +54,8 @@ def training(family: Family, line: Line, name: str, caption: str) -> Picture | N
             epochs, values = curve(runs, "test_error", at(0 if line.kind == ALONE else stage - 1))
             if values.size == 0:
                 continue
-            values = np.maximum(values, 0.5 / max(1, family.n))  # zero has no place on a logarithmic axis
+            # Zero has no place on a logarithmic axis: half an image is drawn instead. How many there are, results tell.
+            values = np.maximum(values, 0.5 / (family.n or 10_000))
             draw_curve(axes, epochs, values, stage_colour(stage), family.sizes[stage - 1])
             lows.append(values.min())
             highs.append(values.max())
@@ -80,7 +87,8 @@ def cosines(family: Family, line: Line, name: str, caption: str) -> Picture | No
                     axes = drawn.axes
                     label = f"{family.sizes[i - 1]} and {family.sizes[j - 1]}"
                     style = styles[(j - i - 1) % len(styles)]
-                    axes.plot(epochs, values.mean(axis=0), color=stage_colour(i), linestyle=style, label=label)
+                    [mean] = axes.plot(epochs, values.mean(axis=0), color=stage_colour(i), linestyle=style, label=label)
+                    mean.set_marker(dot(epochs))
                     if len(values) > 1:
                         low, high = values.min(axis=0), values.max(axis=0)
                         axes.fill_between(epochs, low, high, color=stage_colour(i), alpha=0.12, linewidth=0)
@@ -89,7 +97,8 @@ def cosines(family: Family, line: Line, name: str, caption: str) -> Picture | No
         drawn.axes.axhline(0, color=MUTED, linewidth=0.8)
         epoch_axis(drawn.axes)
         drawn.axes.set_ylabel("cosine of task gradients")
-        drawn.legend_below(3)
+        # "w1 and w2" is short; "stage 1 and stage 2", before there are results, is not.
+        drawn.legend_below(3 if max(map(len, family.sizes)) < 6 else 2)
         drawn.axes.set_title(f"{family.name}, {line.label}: do the tasks agree?")
         return drawn.picture(name, f"{family.name}, {line.label}: cosines of task gradients", caption)
 

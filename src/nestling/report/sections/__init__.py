@@ -1,7 +1,8 @@
 """The sections of a report: each a function from the Subject to what is said, shown and missing, in the order of reading.
 
-A section that has nothing to show says what the runs lack. Sections decide what is said; how a figure looks is
-decided in figures/, how a page looks in page.py.
+A section says what finished runs lack for it; what unfinished ones lack the headline says, once. Without anything to
+show or say a section has no blocks, and is left out. Sections decide what is said; how a figure looks is decided in
+figures/, how a page looks in page.py.
 """
 
 from collections.abc import Callable

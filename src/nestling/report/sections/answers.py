@@ -7,27 +7,29 @@ from nestling.report.subject import Subject, lacking, pictures
 
 
 def answers(about: Subject) -> Section:
-    blocks: list[Block] = [
-        Text(
-            "Easy pictures are answered rightly at once, hard ones late or never. Each card shows what every stage said."
-        )
-    ]
+    intro = Text(
+        "Easy pictures are answered rightly at once, hard ones late or never. Each card shows what every stage said."
+    )
+    blocks: list[Block] = []
     for family in about.mains:
-        for line in family.nests[:1]:
+        for line in family.judged_nests[:1]:
             runs = [run for run in line.runs if run.answers is not None and run.pictures is not None]
             found = gallery(family, runs[0], line.label, about.name(family, "gallery")) if runs else None
             if found:
                 blocks.append(found)
             else:
-                blocks += lacking(list(line.runs), "outputs or pictures", "Evaluate these runs to see what they said.")
-    return Section("gallery", "What each stage said", tuple(blocks))
+                judged = [run for run in line.runs if run.results]
+                blocks += lacking(judged, "outputs or pictures", "Evaluate these runs to see what they said.")
+    return Section("gallery", "What each stage said", (intro, *blocks) if blocks else ())
 
 
 def repairs(about: Subject) -> Section:
     caption = "Bars up: wrong answers made right; hatched bars down: right ones made wrong; the dash is the difference."
-    drawn = [figures.repairs(family, about.looks, about.name(family, "repairs"), caption) for family in about.families]
+    blocks = pictures(
+        [figures.repairs(family, about.looks, about.name(family, "repairs"), caption) for family in about.families]
+    )
     intro = Text("A later stage should mend more answers than it spoils. Shares of all test images, mean over runs.")
-    return Section("repairs", "Repaired and broken answers", (intro, *pictures(drawn)))
+    return Section("repairs", "Repaired and broken answers", (intro, *blocks) if blocks else ())
 
 
 def calibration(about: Subject) -> Section:
@@ -35,7 +37,8 @@ def calibration(about: Subject) -> Section:
     tables: list[Block] = []
     for family in about.families:
         for line in family.nests:
-            bins = f"Bins of at least {figures.FEW} answers, {plural(len(line.runs), 'run')}."
+            runs = sum(run.answers is not None for run in line.runs)
+            bins = f"Bins of at least {figures.FEW} answers, {plural(runs, 'run')}."
             caption = f"On the dashed line confidence is justified. {bins}"
             drawn.append(figures.calibration(family, line, about.name(family, "calibration", line.label), caption))
         rows = [
@@ -44,7 +47,8 @@ def calibration(about: Subject) -> Section:
             if line.stages()
         ]
         columns = (Cell("calibration error in %"), *(Cell(z, stage=s) for s, z in enumerate(family.sizes, start=1)))
-        tables.append(Table(f"{family.name}: expected calibration error", columns, tuple(rows)))
+        if rows:
+            tables.append(Table(f"{family.name}: expected calibration error", columns, tuple(rows)))
     without = [run for run in about.runs if run.answers is None and run.results]
     blocks = [*pictures(drawn), *tables, *lacking(without, "outputs", "Evaluate these runs again.")]
     return Section("calibration", "Can confidence be believed?", tuple(blocks))

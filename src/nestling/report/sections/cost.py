@@ -39,16 +39,12 @@ def cost(about: Subject) -> Section:
             drawn.append(
                 figures.error_against(family, base, clocked, time_text, "median latency", about.looks, name, caption)
             )
-    blocks: list[Block] = [
-        Text(
-            "A nest gives all its answers in one run, each reusing the work before it. The independent nets (dotted) give "
-            "one answer each: which of them to run must be known beforehand."
-        ),
-        *pictures(drawn),
-        *latency_table(about),
-        *unmeasured(about),
-    ]
-    return Section("cost", "What an answer costs", tuple(blocks))
+    intro = Text(
+        "A nest gives all its answers in one run, each reusing the work before it. The independent nets (dotted) give "
+        "one answer each: which of them to run must be known beforehand."
+    )
+    blocks = [*pictures(drawn), *latency_table(about), *unmeasured(about)]
+    return Section("cost", "What an answer costs", (intro, *blocks) if blocks else ())
 
 
 def unmeasured(about: Subject) -> list[Block]:

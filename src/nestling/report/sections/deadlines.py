@@ -8,19 +8,17 @@ from nestling.report.subject import Subject, pictures
 
 
 def deadlines(about: Subject) -> Section:
-    blocks: list[Block] = [
-        Text(
-            "Every test image must be answered by a deadline. An anytime network gives the latest answer that is ready; "
-            "an independent network gives its one answer or none, and without an answer there is only a random guess. "
-            "Oracle_All uses the one independent net that is best for all images at that deadline, Oracle_Each foresees how "
-            "long every net will take on every image: neither can be built."
-        )
-    ]
+    intro = Text(
+        "Every test image must be answered by a deadline. An anytime network gives the latest answer that is ready; "
+        "an independent network gives its one answer or none, and without an answer there is only a random guess. "
+        "Oracle_All uses the one independent net that is best for all images at that deadline, Oracle_Each foresees how "
+        "long every net will take on every image: neither can be built."
+    )
     drawn: list[Picture | None] = []
     tables: list[Block] = []
     notes: list[Block] = []
     for family in about.mains:
-        if not family.nests:
+        if not family.judged_nests:
             continue
         drawn += busy_curves(about, family)
         found = study(family, family.baseline(about.families))
@@ -34,8 +32,8 @@ def deadlines(about: Subject) -> Section:
         shares = f"Share of the {family.n:,} {family.split} images that each stage answers in time."
         drawn.append(figures.who_answered(family, found, scheme, about.name(family, "answering"), shares))
         tables.append(deadline_table(family, found))
-    blocks += [*pictures(drawn), *tables, *notes]
-    return Section("deadlines", "Error under a deadline", tuple(blocks))
+    blocks = [*pictures(drawn), *tables, *notes]
+    return Section("deadlines", "Error under a deadline", (intro, *blocks) if blocks else ())
 
 
 def busy_curves(about: Subject, family: Family) -> list[Picture | None]:

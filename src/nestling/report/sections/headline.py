@@ -22,7 +22,7 @@ from nestling.report.subject import Subject, lacking
 def headline(about: Subject) -> Section:
     blocks: list[Block] = []
     for family in about.mains:
-        blocks += [steps(family, line) for line in family.nests[:1] if line.stages()]
+        blocks += [steps(family, line) for line in family.judged_nests[:1]]
     for family in about.families:
         if any(run.results for run in family.runs):
             blocks.append(headline_table(family))
@@ -34,7 +34,10 @@ def headline(about: Subject) -> Section:
                 "independent net of the same size, in points; bold is the best nest of a column."
             )
         )
-    blocks += lacking(unjudged, "results yet", "These runs have not finished: resume them, then report again.")
+    remedy = (
+        "These runs have not finished: nestling train --resume RUN goes on with one, and what is left out here follows."
+    )
+    blocks += lacking(unjudged, "results yet", remedy)
     return Section("headline", "Error per stage", tuple(blocks))
 
 

@@ -1,5 +1,7 @@
 """How the runs were trained: error over the epochs, and whether the stages' gradients agreed."""
 
+from collections import Counter
+
 from nestling.report.content import Picture, Section, Text
 from nestling.report.figures import training as figures
 from nestling.report.subject import Subject, lacking, pictures
@@ -9,11 +11,12 @@ def training(about: Subject) -> Section:
     drawn = []
     for family in about.families:
         for line in family.lines:
-            seeds = "Line: mean, band: lowest to highest over runs." if line.seeds() > 1 else "One run."
+            several = max(Counter(run.alone for run in line.runs if run.log).values(), default=0) > 1
+            seeds = "Line: mean, band: lowest to highest over runs." if several else "One run."
             name = about.name(family, "training", line.label)
             drawn.append(figures.training(family, line, name, f"{family.split.capitalize()} error. {seeds}"))
     without = [run for run in about.runs if not run.log]
-    blocks = [*pictures(drawn), *lacking(without, "log", "")]
+    blocks = [*pictures(drawn), *lacking(without, "log", "A run writes it as its epochs end.")]
     return Section("training", "Training", tuple(blocks))
 
 
@@ -28,8 +31,9 @@ def gradients(about: Subject) -> Section:
     shown = pictures(drawn)
     without = [
         run for family in about.families for line in family.nests for run in line.runs
-        if not any(each.get("cosines") for each in run.log)
+        if run.log and not any(each.get("cosines") for each in run.log)
     ]  # fmt: skip
     remedy = "Train with --set train.diagnostics=true to log them."
     intro = Text("Each stage is a task with a gradient of its own. Logged while training, over all parameters.")
-    return Section("gradients", "Do the stages agree?", (intro, *shown, *lacking(without, "logged gradients", remedy)))
+    blocks = [*shown, *lacking(without, "logged gradients", remedy)]
+    return Section("gradients", "Do the stages agree?", (intro, *blocks) if blocks else ())
