@@ -74,21 +74,15 @@ class Case:
         weight = torch.randn(channels, channels, 3, 3, device="cuda") / (3 * channels**0.5)
         self.weight = weight.contiguous(memory_format=torch.channels_last)
         self.affine = torch.rand(4, channels, device="cuda")
-        self.moments, self.norm = proof.as_if(self.x, 1.0, 0.5)
-        self.done = proof.zero(self.x)
         self.shadow = launch.Shadow([self.weight])
         self.shadow.refresh()
 
     def forward(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
         shadow = self.shadow.parts[0]
-        return launch.norm_relu_conv(
-            self.z, self.moments, self.norm, shadow, self.channels, wants_moments=True, tiles=tiles, done=self.done
-        )
+        return launch.norm_relu_conv(self.z, self.affine, shadow, self.channels, moments=True, tiles=tiles)
 
     def back(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
-        return launch.conv(
-            self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles, done=self.done
-        )
+        return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
 
     def weights(self, splits: launch.Splits | Blocks | None = None) -> Any:
         return launch.weight_gradient(self.x, self.dy, None, splits)

@@ -156,18 +156,6 @@ inline u32 rounded_one(float x) {
 inline u32 rounded(float low, float high) { return rounded_one(low) | rounded_one(high) << 16; }
 inline float relu(float x) { return x < 0 ? 0 : x; }  // not a number is not below zero
 
-inline bool last_block(u32* done, u32 blocks) {
-    static bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = ++*done == blocks;
-        if (last) *done = 0;
-    }
-    __syncthreads();
-    return last;
-}
-inline float fresh(const float* p) { return *p; }
-
 // --- a launch ---------------------------------------------------------------------------------------------------------------
 
 static void (*work)(void**);

@@ -13,7 +13,7 @@ import torch
 from test_gradients import batch, losses_of, make
 
 from nestling.combine import OSGD
-from nestling.fused import Fused, cuda, launch, narrow
+from nestling.fused import Fused, cuda, narrow
 from nestling.gradients import Accumulator, kernels
 from nestling.nets import build
 from nestling.nets.within import within
@@ -85,12 +85,6 @@ def passes(name: str) -> Callable[[], None]:
     return work
 
 
-def gathering() -> None:
-    """What only the kernels of conv.cu need of Triton's."""
-    for channels in (8, 16, 32):
-        launch.gather_moments(torch.zeros(2, channels, 256), 2**17)
-
-
 def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def work() -> None:
         monkeypatch.setattr(kernels, "usable", lambda tensor, tasks: True)
@@ -103,7 +97,7 @@ def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    works = passes("width-resnet42"), passes("depth-sparse98"), gathering, combining(monkeypatch)
+    works = passes("width-resnet42"), passes("depth-sparse98"), combining(monkeypatch)
     found = set.union(*(launches(work, monkeypatch) for work in works))
     every = {kernel for room in (fused, gradients) for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
     entered = {kernel for kernel in every if not kernel.fn.__name__.startswith("_")}  # the others are parts of these
@@ -129,7 +123,7 @@ def test_conv_cu_compiles_for_every_shape(chip: int, monkeypatch: pytest.MonkeyP
     for cin, cout, side in ((8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)):
         x, y, numbers = torch.empty(1, cin, side, side), torch.empty(1, cout, side, side), torch.empty(1)
         for back in (None, y):
-            narrow.conv(x, numbers, y, numbers, numbers, numbers, narrow.conv_blocks(side, cout), z=back)
+            narrow.conv(x, numbers, y, numbers, numbers, narrow.conv_blocks(side, cout), z=back)
         narrow.weight_gradient(x, y, numbers, narrow.weight_blocks(128, side, cout))
     assert len(found) == 18 and max(found.values()) < CHIPS[chip] * 1024
     for sizes in found:

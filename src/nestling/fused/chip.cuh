@@ -58,18 +58,3 @@ __device__ __forceinline__ float relu(float x) {  // not a number stays so: a ru
 
 // What the lane has whose number differs in one bit
 __device__ __forceinline__ float across(float x, int bit) { return __shfl_xor_sync(~0u, x, bit); }
-
-// Whether all other blocks are done and what they wrote can be read, by `fresh`; the counter is 0 again afterwards
-__device__ __forceinline__ bool last_block(u32* done, u32 blocks) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(done, 1) == blocks - 1;
-        if (last) *done = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
-__device__ __forceinline__ float fresh(const float* p) { return __ldcg(p); }  // not what this processor remembers

@@ -14,16 +14,11 @@ static_assert(SIDE % ROWS == 0 && SIDE % 8 == 0 && 32 % CIN == 0 && 32 % COUT ==
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Sums over lanes, always in the same order: over the eight that have a column of a product in common, and over all
+// Sums over the eight lanes that have a column of a product in common, always in the same order
 __device__ __forceinline__ float over_rows(float x) {
 #pragma unroll
     for (int bit = 4; bit < 32; bit *= 2) x += across(x, bit);
     return x;
-}
-__device__ __forceinline__ float over_lanes(float x) {
-    x += across(x, 1);
-    x += across(x, 2);
-    return over_rows(x);
 }
 
 // Where a chunk of a pixel of C channels is, in bytes from the first
@@ -34,16 +29,29 @@ template <int C> __device__ __forceinline__ u32 place(int spot, int chunk) {
 // The spot of a pixel of this block's under the first of the nine taps
 __device__ __forceinline__ int corner_of(int pixel) { return pixel / SIDE * PITCH + pixel % SIDE; }
 
-// For each chunk of a tile: action(address in shared memory, number in global memory, in the image?, made by this block?)
-template <int C, class Action> __device__ __forceinline__ void each_chunk(u32 tile, int block, Action action) {
+// The chunks of a tile, dealt out to the threads, so many to each
+template <int C> constexpr int TURNS = (TALL * SIDE * (C / 8) + THREADS - 1) / THREADS;
+
+struct Chunk {
+    bool there, inside, mine;  // in the tile? in the image? of a pixel that this block makes?
+    u32 place;                 // in the tile
+    long number;               // in global memory
+};
+
+template <int C> __device__ __forceinline__ Chunk chunk_of(int turn, int block) {
     constexpr int CHUNKS = C / 8, BLOCKS = SIDE / ROWS;
+    int i = threadIdx.x + turn * THREADS, chunk = i % CHUNKS, column = i / CHUNKS % SIDE, row = i / CHUNKS / SIDE;
+    int y = block % BLOCKS * ROWS + row - 1;
+    bool there = i < TALL * SIDE * CHUNKS, inside = there && y >= 0 && y < SIDE;
+    long number = ((long)(block / BLOCKS * SIDE + y) * SIDE + column) * CHUNKS + chunk;
+    return {there, inside, inside && row > 0 && row <= ROWS, place<C>(row * PITCH + column + 1, chunk), number};
+}
+
+template <int C> __device__ __forceinline__ void fetch_tile(u32 tile, const uint4* x, int block) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < TALL * SIDE * CHUNKS; i += THREADS) {
-        int chunk = i % CHUNKS, column = i / CHUNKS % SIDE, row = i / CHUNKS / SIDE;
-        int y = block % BLOCKS * ROWS + row - 1;
-        bool inside = y >= 0 && y < SIDE;
-        long number = ((long)(block / BLOCKS * SIDE + y) * SIDE + column) * CHUNKS + chunk;
-        action(tile + place<C>(row * PITCH + column + 1, chunk), number, inside, inside && row > 0 && row <= ROWS);
+    for (int turn = 0; turn < TURNS<C>; turn++) {
+        Chunk at = chunk_of<C>(turn, block);
+        if (at.there) copy_later(tile + at.place, x + (at.inside ? at.number : 0), at.inside);
     }
 }
 
@@ -56,11 +64,9 @@ template <int C> __device__ __forceinline__ void clear_border(u32 tile) {
 }
 
 #if CONVOLVES
-// Forward: y = convolution of h = relu(norm(x)), plus a shortcut if there is one; mean and squares of y if wanted. The norm is by
-// x's own mean and squares, and what the way back has to know of it is kept in affine: (scale, shift, mean, 1 / deviation).
+// Forward: y = convolution of h = relu(x normed by affine), plus a shortcut if there is one; moments of y if wanted.
 // BACK: x is the gradient of a convolution's output, y that of the norm's output below it, z the norm's input; and the two sums
-// that batch norm's backward needs. What is summed over all pixels is left by each block in `partial`, (2, COUT, blocks), and
-// added up by the block that is done last, which `done` tells.
+// that batch norm's backward needs. affine is (scale, shift, mean, 1 / deviation).
 
 constexpr int CHUNKS = CIN / 8;
 constexpr int TILES = PIXELS / 16 / WARPS, RUN = COUT / 8;  // of a warp: RUN tiles of 16 pixels x 8 channels beside one another
@@ -75,68 +81,69 @@ __device__ __forceinline__ int column_of(int channel) {
 
 template <int N> struct alignas(4 * N) Pairs { u32 pair[N]; };  // 2 * N channels of a pixel, read and written at once
 
-struct Norm {  // of CIN channels: what it reads, and what it brings up to date (perhaps nothing)
-    const float *moments, *gamma, *beta;
-    float *mean, *var;
-    float momentum, eps;
-    int pixels;
-};
-
-struct Affine { float scale, shift, mean, rstd; };
-
-__device__ __forceinline__ Affine affine_of(const Norm& norm, int c) {
-    float mean = norm.moments[c], rstd = 1 / sqrtf(norm.moments[CIN + c] / norm.pixels + norm.eps), scale = norm.gamma[c] * rstd;
-    return {scale, norm.beta[c] - mean * scale, mean, rstd};
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     const uint4* __restrict__ x, const unsigned short* __restrict__ w, unsigned short* __restrict__ y,
-    const unsigned short* __restrict__ shortcut, const unsigned short* __restrict__ z, uint4* __restrict__ h,
-    float* __restrict__ affine, float* __restrict__ sums, float* partial, u32* done, Norm norm) {
+    const unsigned short* __restrict__ shortcut, float* __restrict__ moments, const unsigned short* __restrict__ z,
+    const float* __restrict__ affine, uint4* __restrict__ h) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const u32 tile = shared_address(memory), weights = tile + SPOTS * CIN * 2;
-    float* gathered = (float*)(memory + SPOTS * CIN * 2 + LINES * STRIDE);  // (2, WARPS, COUT)
+    const u32 tile = shared_address(memory), weights = tile + SPOTS * CIN * 2, other = weights + LINES * STRIDE;
+    float* gathered = (float*)memory;  // (2, WARPS, COUT), where the tile was
     const int block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
 #if BACK
-    each_chunk<CIN>(tile, block, [&](u32 to, long number, bool inside, bool) { copy_later(to, x + (inside ? number : 0), inside); });
-    for (int i = threadIdx.x; i < LINES * LINE_CHUNKS; i += THREADS) {
-        u32 to = weights + i / LINE_CHUNKS * STRIDE + i % LINE_CHUNKS / RUN * INNER * 2;
-        uint4 got = ((const uint4*)w)[i];
-        const u32 pairs[4] = {got.x, got.y, got.z, got.w};
+    fetch_tile<CIN>(tile, x, block);
+    constexpr int SHARE = (LINES * LINE_CHUNKS + THREADS - 1) / THREADS;
+    uint4 got[SHARE];  // all reads are under way before the first is waited for
 #pragma unroll
-        for (int k = 0; k < 4; k++) put(to + column_of(i % RUN * 8 + 2 * k) * 2, pairs[k]);
+    for (int turn = 0; turn < SHARE; turn++) {
+        int i = threadIdx.x + turn * THREADS;
+        if (i < LINES * LINE_CHUNKS) got[turn] = ((const uint4*)w)[i];
+    }
+#pragma unroll
+    for (int turn = 0; turn < SHARE; turn++) {
+        int i = threadIdx.x + turn * THREADS;
+        u32 to = weights + i / LINE_CHUNKS * STRIDE + i % LINE_CHUNKS / RUN * INNER * 2;
+        const u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
+        if (i < LINES * LINE_CHUNKS)
+#pragma unroll
+            for (int k = 0; k < 4; k++) put(to + column_of(i % RUN * 8 + 2 * k) * 2, pairs[k]);
     }
 #else
     for (int i = threadIdx.x; i < LINES * LINE_CHUNKS; i += THREADS)
         copy_later(weights + column_of(i / LINE_CHUNKS) * STRIDE + i % LINE_CHUNKS * 16, (const uint4*)w + i, true);
     {
+        uint4 got[TURNS<CIN>];
+#pragma unroll
+        for (int turn = 0; turn < TURNS<CIN>; turn++) {
+            Chunk at = chunk_of<CIN>(turn, block);
+            got[turn] = at.inside ? x[at.number] : make_uint4(0, 0, 0, 0);
+        }
         float scale[8], shift[8];
         const int channel = threadIdx.x % CHUNKS * 8;  // the same in every turn
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-            Affine found = affine_of(norm, channel + c);
-            scale[c] = found.scale, shift[c] = found.shift;
-        }
-        each_chunk<CIN>(tile, block, [&](u32 to, long number, bool inside, bool mine) {
-            uint4 got = make_uint4(0, 0, 0, 0);
-            if (inside) {
-                got = x[number];
-                u32 pairs[4] = {got.x, got.y, got.z, got.w};
+        for (int c = 0; c < 8; c++) scale[c] = affine[channel + c], shift[c] = affine[CIN + channel + c];
+#pragma unroll
+        for (int turn = 0; turn < TURNS<CIN>; turn++) {
+            Chunk at = chunk_of<CIN>(turn, block);
+            u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
+            if (at.inside)
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     pairs[k] = rounded(relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k])),
                                        relu(fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1])));
-                got = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-                if (mine) h[number] = got;
-            }
-            put(to, got);
-        });
+            uint4 normed = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            if (at.mine) h[at.number] = normed;
+            if (at.there) put(tile + at.place, normed);
+        }
     }
 #endif
     clear_border<CIN>(tile);
     end_of_copies();
-    wait_for_copies<0>();
+    const uint4* later = (const uint4*)(BACK ? z : shortcut);  // needed at the end, fetched meanwhile
+    for (int i = threadIdx.x; later && i < PIXELS * COUT / 8; i += THREADS)
+        copy_later(other + i * 16, later + (long)block * (PIXELS * COUT / 8) + i, true);
+    end_of_copies();
+    wait_for_copies<1>();
     __syncthreads();
 
     float sum[TILES][RUN][4];
@@ -181,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
                 else multiply16(sum[m][n], a[m], b[n][0], b[n][1]);
     }
 
+    wait_for_copies<0>();
+    __syncthreads();  // from here on nobody reads the tile
+
     // A lane has rows lane / 4 and lane / 4 + 8 of each tile.
     const int channel = lane % 4 * 2 * RUN;
     float one[2 * RUN], two[2 * RUN];
@@ -197,16 +207,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
             long at = ((long)block * PIXELS + (warp * TILES + m) * 16 + lane / 4 + 8 * lower) * COUT + channel;
-            Pairs<RUN> out, other;
-#if BACK
-            other = *(const Pairs<RUN>*)(z + at);
-#else
-            if (shortcut) other = *(const Pairs<RUN>*)(shortcut + at);
-#endif
+            Pairs<RUN> out, fetched = *(const Pairs<RUN>*)(memory + (other - tile) + (at - (long)block * PIXELS * COUT) * 2);
 #pragma unroll
             for (int c = 0; c < 2 * RUN; c++) {
                 float& v = sum[m][c / 2][2 * lower + c % 2];
-                float read = c % 2 ? high(other.pair[c / 2]) : low(other.pair[c / 2]);
+                float read = c % 2 ? high(fetched.pair[c / 2]) : low(fetched.pair[c / 2]);
 #if BACK
                 v = fmaf(read, scale[c], shift[c]) > 0 ? v : 0.0f;
                 one[c] += v;
@@ -227,19 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             }
 #endif
         }
-#if !BACK
-    if (block == 0 && threadIdx.x < CIN) {
-        const int c = threadIdx.x;
-        Affine found = affine_of(norm, c);
-        affine[c] = found.scale, affine[CIN + c] = found.shift, affine[2 * CIN + c] = found.mean, affine[3 * CIN + c] = found.rstd;
-        if (norm.mean) {
-            float var = norm.moments[CIN + c] / (norm.pixels - 1);
-            norm.mean[c] += norm.momentum * (found.mean - norm.mean[c]);
-            norm.var[c] += norm.momentum * (var - norm.var[c]);
-        }
-    }
-#endif
-    if (!sums) return;
+    if (!moments) return;
 
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++) {
@@ -273,24 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             two = fmaf(off * (TILES * 16), off, two);
         }
 #endif
-        partial[c * blocks + block] = one;
-        partial[(COUT + c) * blocks + block] = two;
-    }
-    if (!last_block(done, blocks)) return;
-    for (int c = warp; c < COUT; c += WARPS) {
-        float one = 0, two = 0;
-        for (int i = lane; i < blocks; i += 32) one += fresh(partial + c * blocks + i), two += fresh(partial + (COUT + c) * blocks + i);
-        one = over_lanes(one), two = over_lanes(two);
-#if !BACK
-        one /= blocks;
-        float apart = 0;
-        for (int i = lane; i < blocks; i += 32) {
-            float off = fresh(partial + c * blocks + i) - one;
-            apart = fmaf(off, off, apart);
-        }
-        two += over_lanes(apart) * PIXELS;
-#endif
-        if (lane == 0) sums[c] = one, sums[COUT + c] = two;
+        moments[(long)c * blocks + block] = one;
+        moments[(long)(COUT + c) * blocks + block] = two;
     }
 }
 
@@ -309,8 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, input = warp % WARPS_IN, share = warp / WARPS_IN;
 
     auto fetch = [&](int number, u32 tile) {
-        each_chunk<CIN>(tile, number, [&](u32 to, long from, bool inside, bool) { copy_later(to, x + (inside ? from : 0), inside); });
-#pragma unroll 4
+        fetch_tile<CIN>(tile, x, number);
         for (int i = threadIdx.x; i < PIXELS * (COUT / 8); i += THREADS)
             copy_later(tile + IMAGE_BYTES + place<COUT>(i / (COUT / 8), i % (COUT / 8)), dy + (long)number * PIXELS * (COUT / 8) + i, true);
     };

@@ -100,8 +100,8 @@ class Kernel:
         self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()))
         self.check(self.driver.cuFuncSetAttribute(self.function, DYNAMIC_SHARED, shared))
 
-    def __call__(self, blocks: int, *args: Tensor | int | ctypes.Structure | None) -> None:
-        given: list[Any] = [as_c(each) for each in args]
+    def __call__(self, blocks: int, *args: Tensor | int | None) -> None:
+        given = as_c(args)
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.check(
@@ -117,12 +117,12 @@ class Kernel:
             raise RuntimeError(f"the CUDA driver says: {(said.value or b'error').decode()} ({failed})")
 
 
-def as_c(value: Tensor | int | ctypes.Structure | None) -> Any:
-    if isinstance(value, ctypes.Structure):
-        return value
-    if isinstance(value, int):
-        return ctypes.c_int(value)
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
+def as_c(args: tuple[Tensor | int | None, ...]) -> list[Any]:
+    """Tensors are where they begin, and None is nowhere."""
+    return [
+        ctypes.c_int(each) if isinstance(each, int) else ctypes.c_void_p(None if each is None else each.data_ptr())
+        for each in args
+    ]
 
 
 @cache

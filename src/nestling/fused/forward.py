@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nestling.fused import launch
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Conv, Fan, Halve, NormRelu, NormReluConv, Pick
-from nestling.fused.launch import Norm
+from nestling.fused.functions import AddAll, Conv, Fan, Halve, Norm, NormRelu, NormReluConv, Pick
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -147,7 +146,6 @@ class Fused:
         self.readers = count_readers(self.items, net.plan.heads)
         self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
         self.aside = Aside(self.shadow.flat.device)
-        self.done = torch.zeros(1, dtype=torch.int32, device=self.shadow.flat.device)
         picks = [node for node in net.plan.nodes if node.op == "select" and fits_pick(net.plan, node)]
         self.tables = {node.name: self.table(node) for node in picks}
 
@@ -194,14 +192,14 @@ class Fused:
             moments[name] = launch.moments_of(z.detach())
         layer: Any = self.net.layer(unit.norm.name)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else None
-        norm = Norm(layer.weight.detach(), layer.bias.detach(), running, layer.momentum, layer.eps)
+        norm = Norm(running, layer.momentum, layer.eps)
         if unit.conv is None:
             out, passed = NormRelu.apply(z, moments[name], layer.weight, layer.bias, norm)
         else:
             shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
             out, moments[unit.gives], passed = NormReluConv.apply(
                 z, moments[name], layer.weight, layer.bias, weights[unit.conv.name], self.shadows[unit.conv.name],
-                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.aside, self.done,
+                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.aside,
             )  # fmt: skip
         values.put(unit.gives, out)
         values.hand_on(name, passed)

@@ -5,6 +5,7 @@ batch norm would compute from its input, and have no gradient. `passed` is the i
 should read that instead, so that its gradient is added inside a kernel.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from nestling.fused import launch, proof
 from nestling.fused.aside import Aside
-from nestling.fused.launch import Norm
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a batch norm does besides its weight and bias."""
+
+    running: tuple[Tensor, Tensor] | None
+    momentum: float
+    eps: float
 
 
 def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
@@ -45,16 +54,16 @@ class NormReluConv(torch.autograd.Function):
         norm: Norm,
         wants_moments: bool,
         aside: Aside,
-        done: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         cout = weight.shape[0]
         adds = shortcut is not None
         tiles = proof.tiles(z, cout, normed=True, adds=adds, moments=wants_moments)
-        affine, h, y, found = launch.norm_relu_conv(
-            z, moments, norm, shadow, cout, shortcut=shortcut, wants_moments=wants_moments, tiles=tiles, done=done
+        h, y, found = launch.norm_relu_conv(
+            z, affine, shadow, cout, shortcut=shortcut, moments=wants_moments, tiles=tiles
         )
         ctx.save_for_backward(z, affine, h, shadow, mask)
-        ctx.shortcut, ctx.aside, ctx.done = adds, aside, done
+        ctx.shortcut, ctx.aside = adds, aside
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found)
         return y, found, z.view_as(z)
@@ -64,16 +73,16 @@ class NormReluConv(torch.autograd.Function):
         dy, _, passed = grads
         z, affine, h, shadow, mask = ctx.saved_tensors
         if dy is None:  # only those who read `passed` have anything to say
-            return passed, *[None] * 11
+            return passed, *[None] * 10
         dy = laid_out(dy, z)
         dw = None
         if ctx.needs_input_grad[4]:
             dw = weight_gradient(h, dy, mask, ctx.aside)
         cin = z.shape[1]
         tiles = proof.back_tiles(dy, cin)
-        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles, done=ctx.done)
+        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
-        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, *[None] * 4
+        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
 
 
 class Conv(torch.autograd.Function):
@@ -108,7 +117,7 @@ class NormRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, moments: Tensor, gamma: Tensor, beta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        affine = launch.finish_moments(moments, norm, launch.rows_of(z))
+        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
         ctx.save_for_backward(z, affine)
         ctx.set_materialize_grads(False)
         return launch.norm_relu(z, affine), z.view_as(z)

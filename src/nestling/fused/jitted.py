@@ -213,25 +213,19 @@ def sum_splits(
 
 
 @triton.jit
-def _all_moments(moments, c, blocks, rows, C: tl.constexpr, BB: tl.constexpr):
-    b = tl.arange(0, BB)
-    live = b < blocks
-    means = tl.load(moments + c * blocks + b, mask=live, other=0.0)
-    squares = tl.load(moments + (C + c) * blocks + b, mask=live, other=0.0)
-    mean = tl.sum(means, 0) / blocks
-    off = tl.where(live, means - mean, 0.0)
-    return mean, tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)
-
-
-@triton.jit
 def finish_moments(
     moments, gamma, beta, affine, running_mean, running_var, blocks, rows, momentum, eps,
     C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr,
 ):  # fmt: skip
     """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow."""
     c = tl.program_id(0)
-    mean, squares = _all_moments(moments, c, blocks, rows, C, BB)
-    var = squares / rows
+    b = tl.arange(0, BB)
+    live = b < blocks
+    means = tl.load(moments + c * blocks + b, mask=live, other=0.0)
+    squares = tl.load(moments + (C + c) * blocks + b, mask=live, other=0.0)
+    mean = tl.sum(means, 0) / blocks
+    off = tl.where(live, means - mean, 0.0)
+    var = (tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)) / rows
     rstd = 1.0 / tl.sqrt(var + eps)
     scale = tl.load(gamma + c) * rstd
     tl.store(affine + c, scale)
@@ -243,15 +237,6 @@ def finish_moments(
         old_var = tl.load(running_var + c)
         tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
         tl.store(running_var + c, old_var + momentum * (var * rows / (rows - 1) - old_var))
-
-
-@triton.jit
-def gather_moments(moments, whole, blocks, rows, C: tl.constexpr, BB: tl.constexpr):
-    """One channel: partial moments of equal blocks -> mean and squared deviations of them all."""
-    c = tl.program_id(0)
-    mean, squares = _all_moments(moments, c, blocks, rows, C, BB)
-    tl.store(whole + c, mean)
-    tl.store(whole + C + c, squares)
 
 
 @triton.jit

@@ -28,16 +28,6 @@ class Tiles(NamedTuple):
     taps: int = 1  # at a time: 3 where a row of them is narrow enough
 
 
-class Norm(NamedTuple):
-    """A batch norm: its weight and bias, and what else it does."""
-
-    gamma: Tensor
-    beta: Tensor
-    running: tuple[Tensor, Tensor] | None
-    momentum: float
-    eps: float
-
-
 class Splits(NamedTuple):
     """Of a weight gradient: pixels at a time, tile of outputs and inputs, programs wanted."""
 
@@ -120,24 +110,21 @@ def conv(
     moments: bool = False,
     back: tuple[Tensor, Tensor] | None = None,
     tiles: Tiles | Blocks | None = None,
-    done: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu.
 
-    Gives the image and its moments (or, backward, the sums batch norm needs), block by block or of the whole; moments are empty
-    if not wanted. `done` is for the kernels of conv.cu: a zero that nobody else uses at the same time."""
+    Gives the image and its moments (or, backward, the sums batch norm needs); moments are empty if not wanted."""
     cin = x.shape[1]
     m = rows_of(x)
     t = tiles or conv_tiles(m, cin, cout, back is not None)
     y = image(x, cout)
     if isinstance(t, Blocks):
-        assert back is not None and done is not None, "forward there is a norm before it: see norm_relu_conv"
+        assert back is not None, "these kernels have a norm on either side: see norm_relu_conv"
         z, affine = back
-        found = torch.empty((2, cout, 1), device=x.device)
-        narrow.conv(x, shadow, y, affine, found, done, t, z=z)
+        found = room_for_moments(x, cout, t.rows * x.shape[3])
+        narrow.conv(x, shadow, y, found, affine, t, z=z)
         return y, found
-    wanted = moments or back is not None
-    found = torch.empty((2, cout, m // t.rows) if wanted else (0,), dtype=torch.float32, device=x.device)
+    found = room_for_moments(x, cout, t.rows) if moments or back is not None else x.new_empty(0, dtype=torch.float32)
     z, affine = back if back is not None else (y, found)
     strides = {"WK": 9 * cout, "WN": 1, "WT": cout} if back is not None else {"WK": 1, "WN": 9 * cin, "WT": cin}
     kernels().conv[(m // t.rows, ceil(cout, t.columns))](
@@ -149,31 +136,29 @@ def conv(
     return y, found
 
 
+def room_for_moments(x: Tensor, channels: int, pixels: int) -> Tensor:
+    """Two numbers for each channel and each so many pixels of images like x."""
+    return torch.empty((2, channels, rows_of(x) // pixels), dtype=torch.float32, device=x.device)
+
+
 def norm_relu_conv(
     z: Tensor,
-    moments: Tensor,
-    norm: Norm,
+    affine: Tensor,
     shadow: Tensor,
     cout: int,
     *,
     shortcut: Tensor | None = None,
-    wants_moments: bool = False,
+    moments: bool = False,
     tiles: Tiles | Blocks | None = None,
-    done: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the norm does (as finish_moments says), relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
     if not isinstance(tiles, Blocks):
-        affine = finish_moments(moments, norm, rows_of(z))
         h = norm_relu(z, affine)
-        return affine, h, *conv(h, shadow, cout, extra=shortcut, moments=wants_moments, tiles=tiles)
-    assert done is not None
-    whole = moments if moments.shape[2] == 1 else gather_moments(moments, rows_of(z))
-    affine = torch.empty(4, z.shape[1], device=z.device)
+        return h, *conv(h, shadow, cout, extra=shortcut, moments=moments, tiles=tiles)
     h, y = image(z, z.shape[1]), image(z, cout)
-    found = torch.empty((2, cout, 1), device=z.device) if wants_moments else None
-    given = narrow.norm_of(whole, norm.gamma, norm.beta, norm.running, norm.momentum, norm.eps, rows_of(z))
-    narrow.conv(z, shadow, y, affine, found, done, tiles, norm=given, h=h, shortcut=shortcut)
-    return affine, h, y, found if found is not None else affine.new_empty(0)
+    found = room_for_moments(z, cout, tiles.rows * z.shape[3]) if moments else None
+    narrow.conv(z, shadow, y, found, affine, tiles, h=h, shortcut=shortcut)
+    return h, y, found if found is not None else affine.new_empty(0)
 
 
 def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | Blocks | None = None) -> Tensor:
@@ -243,22 +228,22 @@ def elementwise_rows(m: int, c: int) -> int:
     return rows
 
 
-def gather_moments(moments: Tensor, rows: int) -> Tensor:
-    """Partial moments of equal blocks -> mean and squares of the whole, (2, channels, 1)."""
-    c, blocks = moments.shape[1:]
-    whole = torch.empty((2, c, 1), dtype=torch.float32, device=moments.device)
-    kernels().gather_moments[(c,)](moments, whole, blocks, rows, C=c, BB=power(blocks), num_warps=4)
-    return whole
-
-
-def finish_moments(moments: Tensor, norm: Norm, rows: int) -> Tensor:
+def finish_moments(
+    moments: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    running: tuple[Tensor, Tensor] | None,
+    rows: int,
+    momentum: float,
+    eps: float,
+) -> Tensor:
     """Scale, shift, mean and 1/deviation, (4, channels), from partial moments; running statistics are brought up to date."""
     c, blocks = moments.shape[1:]
     affine = torch.empty(4, c, dtype=torch.float32, device=moments.device)
-    mean, var = norm.running if norm.running is not None else (affine, affine)
+    mean, var = running if running is not None else (affine, affine)
     kernels().finish_moments[(c,)](
-        moments, norm.gamma, norm.beta, affine, mean, var, blocks, rows, norm.momentum, norm.eps,
-        C=c, BB=power(blocks), TRACK=norm.running is not None, num_warps=4,
+        moments, gamma, beta, affine, mean, var, blocks, rows, momentum, eps,
+        C=c, BB=power(blocks), TRACK=running is not None, num_warps=4,
     )  # fmt: skip
     return affine
 
@@ -285,10 +270,9 @@ def norm_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the norm's input, weight and bias; `extra` is a gradient of its input from elsewhere."""
     c, m = z.shape[1], rows_of(z)
+    dgamma, dbeta = torch.empty(2, c, dtype=torch.float32, device=z.device)
     blocks = sums.shape[2]
-    dbeta, dgamma = sums[:, :, 0] if blocks == 1 else torch.empty(2, c, dtype=torch.float32, device=z.device)
-    if blocks > 1:
-        kernels().finish_sums[(c,)](sums, dgamma, dbeta, blocks, C=c, BB=power(blocks), num_warps=4)
+    kernels().finish_sums[(c,)](sums, dgamma, dbeta, blocks, C=c, BB=power(blocks), num_warps=4)
     rows = elementwise_rows(m, c)
     dz = image(z, c)
     kernels().norm_back[(m // rows,)](

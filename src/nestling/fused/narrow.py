@@ -4,7 +4,6 @@ For 8, 16 and 32 channels, where reading is what takes the time; with more chann
 How rows are dealt to blocks was chosen by measurement on an H200 (benchmarks/kernels.py).
 """
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from nestling.fused import cuda
 
 CHANNELS = (8, 16, 32)
 SIDES = (8, 16, 32)
-Running = tuple[Tensor, Tensor] | None
 
 
 class Blocks(NamedTuple):
@@ -56,48 +54,26 @@ def tile_bytes(side: int, rows: int, channels: int) -> int:
     return (rows + 2) * (side + 2) * channels * 2
 
 
-class Norm(ctypes.Structure):
-    """As conv.cu has it."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("moments", "gamma", "beta", "mean", "var")),
-        *((name, ctypes.c_float) for name in ("momentum", "eps")),
-        ("pixels", ctypes.c_int),
-    )
-
-
-def norm_of(
-    moments: Tensor, gamma: Tensor, beta: Tensor, running: Running, momentum: float, eps: float, pixels: int
-) -> Norm:
-    mean, var = (each.data_ptr() for each in running) if running is not None else (None, None)
-    return Norm(moments.data_ptr(), gamma.data_ptr(), beta.data_ptr(), mean, var, momentum, eps, pixels)
-
-
 def conv(
     x: Tensor,
     shadow: Tensor,
     y: Tensor,
+    found: Tensor | None,
     affine: Tensor,
-    sums: Tensor | None,
-    done: Tensor,
     blocks: Blocks,
     *,
-    norm: Norm | None = None,
     h: Tensor | None = None,
     shortcut: Tensor | None = None,
     z: Tensor | None = None,
 ) -> None:
-    """Into y: the convolution of relu(norm(x)), plus a shortcut; relu(norm(x)) into h, and what the norm did into affine.
-    With z instead: the way back of a gradient x, through a norm that affine tells of. Into sums: y's mean and squares, or the
-    gradients of the norm's bias and weight. `done` is 0 and will be 0."""
+    """Into y: the convolution of relu(norm(x)), which is put into h, plus a shortcut; or with z the way back through relu."""
     cin, cout, back = x.shape[1], y.shape[1], z is not None
     lines, inner = (cin, cout) if back else (cout, cin)
-    shared = tile_bytes(x.shape[2], blocks.rows, cin) + lines * (9 * inner // 8 | 1) * 16 + 2 * blocks.warps * cout * 4
+    weights, other = lines * (9 * inner // 8 | 1) * 16, blocks.rows * x.shape[3] * cout * 2
+    shared = tile_bytes(x.shape[2], blocks.rows, cin) + weights + other
     sizes = sizes_of(x, cout, blocks) | {"CONVOLVES": 1, "BACK": int(back)}
     kernel = cuda.kernel(x.device, "conv", 32 * blocks.warps, shared, tuple(sizes.items()))
-    count = x.shape[0] * x.shape[2] // blocks.rows
-    partial = torch.empty((2, cout, count), device=x.device) if sums is not None else None
-    kernel(count, x, shadow, y, shortcut, z, h, affine, sums, partial, done, norm or Norm())
+    kernel(x.shape[0] * x.shape[2] // blocks.rows, x, shadow, y, shortcut, found, z, affine, h)
 
 
 def weight_gradient(x: Tensor, dy: Tensor, partial: Tensor, blocks: Blocks) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import grad
 
 from nestling.fused import launch, narrow
-from nestling.fused.launch import Norm, Splits, Tiles
+from nestling.fused.launch import Splits, Tiles
 from nestling.fused.narrow import Blocks
 
 CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
@@ -101,26 +101,17 @@ def conv_agrees(like: Tensor, cout: int, choice: Tiles | Blocks, normed: bool, a
     expected = torch.nn.functional.conv2d(h, w.permute(0, 3, 1, 2), padding=1).float()
     expected = expected if extra is None else expected + extra
     if normed:
-        given, norm = as_if(x, scale=2.0, shift=1.0)
-        _, kept, y, found = launch.norm_relu_conv(
-            x, given, norm, w, cout, shortcut=extra, wants_moments=moments, tiles=choice, done=zero(x)
-        )
+        affine = scale_and_shift(x, 2.0, 1.0)
+        kept, y, found = launch.norm_relu_conv(x, affine, w, cout, shortcut=extra, moments=moments, tiles=choice)
     else:
         kept, (y, found) = h, launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
     right = close(y, expected) and close(kept, h)
     return right and (not moments or moments_agree(found, expected))
 
 
-def as_if(x: Tensor, scale: float, shift: float) -> tuple[Tensor, Norm]:
-    """Moments (not x's own) and a norm that together multiply by a scale and add a shift."""
-    moments = torch.zeros(2, x.shape[1], 1, device=x.device)
-    moments[1] = launch.rows_of(x)
-    gamma = torch.full((x.shape[1],), scale, device=x.device)
-    return moments, Norm(gamma, torch.full_like(gamma, shift), None, 0.1, 0.0)
-
-
-def zero(like: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
+def scale_and_shift(x: Tensor, scale: float, shift: float) -> Tensor:
+    """What finish_moments would say of a norm that multiplies by one and adds the other."""
+    return torch.tensor([scale, shift, 0.0, 1.0], device=x.device).view(4, 1).repeat(1, x.shape[1])
 
 
 def moments_agree(found: Tensor, image: Tensor) -> bool:
@@ -132,7 +123,7 @@ def moments_agree(found: Tensor, image: Tensor) -> bool:
 def back_agrees(like: Tensor, cout: int, choice: Tiles | Blocks) -> bool:
     x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
     z, affine = random_image(like, cout, 1), torch.ones(4, cout, device=like.device)
-    g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice, done=zero(x))
+    g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
     whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1).float()
     expected = torch.where(z.float() + 1 > 0, whole, 0)
     gathered = torch.stack([expected, expected * (z.float() - 1)])
