@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nestling.fused import launch
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Conv, Fan, Halve, Norm, NormRelu, NormReluConv, Pick
+from nestling.fused.functions import AddAll, Conv, Fan, Halve, Linear, Norm, NormRelu, NormReluConv, Pick
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -90,6 +90,11 @@ def fits_sum(plan: Plan, node: Node) -> bool:
     return small and node.op == "zip" and node.function == "add" and all(alike(plan, read, node) for read in node.reads)
 
 
+def fits_head(net: NestedNet, node: Node) -> bool:
+    layer: Any = net.layer(node.name)
+    return layer.mask is None and layer.bias is not None and not node.shares and node.channels <= 128
+
+
 def fits_pick(plan: Plan, node: Node) -> bool:
     """Channels of an image put elsewhere, none of them twice."""
     taken = [channel for channel in node.source if channel >= 0]
@@ -148,6 +153,7 @@ class Fused:
         self.aside = Aside(self.shadow.flat.device)
         picks = [node for node in net.plan.nodes if node.op == "select" and fits_pick(net.plan, node)]
         self.tables = {node.name: self.table(node) for node in picks}
+        self.heads = {node.name for node in net.plan.nodes if node.op == "linear" and fits_head(net, node)}
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.shadow.refresh()
@@ -176,9 +182,9 @@ class Fused:
                     self.laid(got[0]), weights[item.name], self.shadows[item.name], self.masks[item.name],
                     item.name in self.measured, self.aside,
                 )  # fmt: skip
-            elif item.op == "linear":
-                with torch.autocast(x.device.type, enabled=False):
-                    out = self.net.compute(item, [each.float() for each in got])
+            elif item.name in self.heads:
+                layer: Any = self.net.layer(item.name)
+                out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
             else:
                 out = self.net.compute(item, got)
             # Vectors are short: as float32 they need no casts to and fro for each head and its loss.

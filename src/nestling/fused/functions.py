@@ -186,3 +186,21 @@ class Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return launch.pick(laid_out(grads[0], grads[0]), ctx.back), None, None
+
+
+class Linear(torch.autograd.Function):
+    """(x) -> a linear layer of it, all in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return launch.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        wanted = ctx.needs_input_grad
+        dx = launch.linear_back(dy, weight) if wanted[0] else None
+        dw, dbias = launch.linear_weights(dy, x) if wanted[1] or wanted[2] else (None, None)
+        return dx, dw if wanted[1] else None, dbias if wanted[2] else None

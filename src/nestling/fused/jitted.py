@@ -384,3 +384,49 @@ def pick(x, table, y, CIN: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: 
     source = tl.load(table + c, mask=c < C, other=-1)
     got = tl.load(x + r[:, None] * CIN + source[None, :], mask=(source >= 0)[None, :], other=0.0)
     tl.store(y + r[:, None] * C + c[None, :], got, mask=(c < C)[None, :])
+
+
+@triton.jit
+def linear(x, w, bias, y, m, C: tl.constexpr, N: tl.constexpr, WS: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """y (m, N) = x (m, C) times w (N, C) transposed, plus a bias; rows of w are WS apart."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.arange(0, NP)
+    k = tl.arange(0, 32)
+    acc = tl.zeros([BM, NP], tl.float32)
+    for start in range(0, C, 32):
+        c = start + k
+        a = tl.load(x + r[:, None] * C + c[None, :], mask=(r < m)[:, None] & (c < C)[None, :], other=0.0)
+        b = tl.load(w + n[None, :] * WS + c[:, None], mask=(n < N)[None, :] & (c < C)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    acc += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+    tl.store(y + r[:, None] * N + n[None, :], acc, mask=(r < m)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def linear_back(dy, w, dx, m, C: tl.constexpr, N: tl.constexpr, WS: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """dx (m, C) = dy (m, N) times w (N, C)."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.arange(0, NP)
+    c = tl.program_id(1) * 32 + tl.arange(0, 32)
+    a = tl.load(dy + r[:, None] * N + n[None, :], mask=(r < m)[:, None] & (n < N)[None, :], other=0.0)
+    b = tl.load(w + n[:, None] * WS + c[None, :], mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
+    out = tl.dot(a, b, input_precision="ieee")
+    tl.store(dx + r[:, None] * C + c[None, :], out, mask=(r < m)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def linear_weights(dy, x, dw, dbias, m, C: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+    """dw (N, C) = dy (m, N) transposed times x (m, C), and the sums of dy."""
+    n = tl.arange(0, NP)
+    c = tl.program_id(0) * 32 + tl.arange(0, 32)
+    acc = tl.zeros([NP, 32], tl.float32)
+    total = tl.zeros([NP], tl.float32)
+    for start in range(0, m, BM):
+        r = start + tl.arange(0, BM)
+        a = tl.load(dy + r[None, :] * N + n[:, None], mask=(r < m)[None, :] & (n < N)[:, None], other=0.0)
+        b = tl.load(x + r[:, None] * C + c[None, :], mask=(r < m)[:, None] & (c < C)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        total += tl.sum(a, 1)
+    tl.store(dw + n[:, None] * C + c[None, :], acc, mask=(n < N)[:, None] & (c < C)[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(dbias + n, total, mask=n < N)

@@ -309,6 +309,32 @@ def pick(x: Tensor, table: Tensor) -> Tensor:
     return y
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A head, in float32: so few numbers that cuBLAS takes longer to choose than to multiply."""
+    (m, c), n = x.shape, len(weight)
+    y = torch.empty(m, n, dtype=torch.float32, device=x.device)
+    kernels().linear[(ceil(m, 16),)](
+        x, weight, bias, y, m, C=c, N=n, WS=weight.stride(0), NP=power(n), BM=16, num_warps=4
+    )
+    return y
+
+
+def linear_back(dy: Tensor, weight: Tensor) -> Tensor:
+    m, (n, c) = len(dy), weight.shape
+    dx = torch.empty(m, c, dtype=torch.float32, device=dy.device)
+    kernels().linear_back[(ceil(m, 16), ceil(c, 32))](
+        dy, weight, dx, m, C=c, N=n, WS=weight.stride(0), NP=power(n), BM=16, num_warps=4
+    )
+    return dx
+
+
+def linear_weights(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    (m, n), c = dy.shape, x.shape[1]
+    dw, dbias = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((n, c), (n,)))
+    kernels().linear_weights[(ceil(c, 32),)](dy, x, dw, dbias, m, C=c, N=n, NP=power(n), BM=32, num_warps=4)
+    return dw, dbias
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether a 3x3 weight lies in memory as `pack` reads it: float32, channels last, perhaps a corner of a larger one."""
     step = weight.stride(3)
