@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import launch
+from nestling.fused import launch, narrow
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Conv, Fan, Halve, Linear, Norm, NormRelu, NormReluConv, Pick
+from nestling.fused.functions import AddAll, Conv, Fan, Halve, Linear, Norm, NormRelu, NormReluConv, Pick, Thin
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -50,7 +50,9 @@ def items(plan: Plan) -> list[Item]:
             continue
         conv = only(readers[relu.name])
         unit, last = Unit(relu.name, norm), relu
-        if conv is not None and fits_conv(plan, conv):
+        if conv is not None and fits_halving(plan, conv):
+            unit, last = Unit(conv.name, norm, conv), conv
+        elif conv is not None and fits_conv(plan, conv):
             unit, last = Unit(conv.name, norm, conv), conv
             total = only(readers[conv.name])
             if total is not None and (shortcut := shortcut_of(plan, total, conv, place)):
@@ -70,13 +72,21 @@ def fits_norm(node: Node) -> bool:
     return node.function == "batch" and node.affine and node.channels in CHANNELS and len(node.size) == 2
 
 
-def plain(node: Node) -> bool:
+def plain(node: Node, stride: int = 1) -> bool:
     shape = (node.op, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias)
-    return shape == ("conv", (3, 3), (1, 1), (1, 1), (1, 1), 1, False) and not node.shares
+    return shape == ("conv", (3, 3), (stride, stride), (1, 1), (1, 1), 1, False) and not node.shares
 
 
 def fits_conv(plan: Plan, node: Node) -> bool:
     return plain(node) and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
+
+
+def fits_halving(plan: Plan, node: Node) -> bool:
+    """A convolution of stride 2 is one of stride 1 of which a quarter is kept: four times the work, which for few channels is
+    less than cuDNN's many small kernels."""
+    read = plan.by_name[node.reads[0]]
+    even = len(read.size) == 2 and all(side % 2 == 0 for side in read.size)
+    return plain(node, stride=2) and even and node.channels in narrow.CHANNELS and read.channels in narrow.CHANNELS
 
 
 def fits_stem(plan: Plan, node: Node) -> bool:
@@ -203,10 +213,12 @@ class Fused:
             out, passed = NormRelu.apply(z, moments[name], layer.weight, layer.bias, norm)
         else:
             shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
+            halving = unit.conv.stride != (1, 1)
             out, moments[unit.gives], passed = NormReluConv.apply(
                 z, moments[name], layer.weight, layer.bias, weights[unit.conv.name], self.shadows[unit.conv.name],
-                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured, self.aside,
+                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured and not halving, self.aside,
             )  # fmt: skip
+            out = Thin.apply(out) if halving else out
         values.put(unit.gives, out)
         values.hand_on(name, passed)
 

@@ -175,6 +175,18 @@ class Halve(torch.autograd.Function):
         return launch.halve_back(laid_out(grads[0], grads[0]))
 
 
+class Thin(torch.autograd.Function):
+    """(x) -> the first of each 2x2 pixels: what a convolution of stride 2 keeps of one of stride 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return launch.thin(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return launch.thin_back(laid_out(grads[0], grads[0]))
+
+
 class Pick(torch.autograd.Function):
     """(x) -> some of its channels, each at most once, and zeros between them; `back` says where each went, if anywhere."""
 

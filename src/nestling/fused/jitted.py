@@ -377,6 +377,28 @@ def halve_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl
 
 
 @triton.jit
+def thin(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """The first of each 2x2 pixels; H and W are the result's."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = (c < C)[None, :]
+    got = tl.load(x + (r // W * 4 * W + r % W * 2)[:, None] * C + c[None, :], mask=live, other=0.0)
+    tl.store(y + r[:, None] * C + c[None, :], got, mask=live)
+
+
+@triton.jit
+def thin_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """The gradient to the first of each 2x2 pixels, zeros to the others; H and W are those of the larger image."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, CP)
+    live = (c < C)[None, :]
+    first = (r // W % 2 == 0) & (r % 2 == 0)
+    small = r // (2 * W) * (W // 2) + r % W // 2
+    got = tl.load(dy + small[:, None] * C + c[None, :], mask=live & first[:, None], other=0.0)
+    tl.store(dx + r[:, None] * C + c[None, :], got, mask=live)
+
+
+@triton.jit
 def pick(x, table, y, CIN: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
     """Channels by number; a negative one is zeros."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)

@@ -283,21 +283,37 @@ def norm_back(
 
 
 def halve(x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
-    y = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    m = rows_of(y)
-    rows = elementwise_rows(m, c)
-    kernels().halve[(m // rows,)](x, y, H=h // 2, W=w // 2, C=c, CP=power(c, 8), BM=rows, num_warps=4)
-    return y
+    return smaller(kernels().halve, x)
 
 
 def halve_back(dy: Tensor) -> Tensor:
-    n, c, h, w = dy.shape
-    dx = torch.empty((n, c, 2 * h, 2 * w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
-    m = rows_of(dx)
+    return larger(kernels().halve_back, dy)
+
+
+def thin(x: Tensor) -> Tensor:
+    return smaller(kernels().thin, x)
+
+
+def thin_back(dy: Tensor) -> Tensor:
+    return larger(kernels().thin_back, dy)
+
+
+def smaller(kernel: Any, x: Tensor) -> Tensor:
+    """Half as high and wide."""
+    return resized(kernel, x, x.shape[2] // 2, x.shape[3] // 2)
+
+
+def larger(kernel: Any, x: Tensor) -> Tensor:
+    return resized(kernel, x, 2 * x.shape[2], 2 * x.shape[3])
+
+
+def resized(kernel: Any, x: Tensor, h: int, w: int) -> Tensor:
+    n, c = x.shape[:2]
+    y = torch.empty((n, c, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    m = rows_of(y)
     rows = elementwise_rows(m, c)
-    kernels().halve_back[(m // rows,)](dy, dx, H=2 * h, W=2 * w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
-    return dx
+    kernel[(m // rows,)](x, y, H=h, W=w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
+    return y
 
 
 def pick(x: Tensor, table: Tensor) -> Tensor:
