@@ -117,7 +117,8 @@ def split_choices(case: Case) -> list[Any]:
     shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
     found = itertools.product((32, 64, 128), sorted(shapes), (66, 132, 264, 396), (4, 8), (2, 3))
     counts = itertools.product((4, 8), (4, 8), (2, 3, 4), (32, 64, 128, 256))
-    blocks = [Blocks(r, w, n, count) for r, w, n, count in counts if count * r <= len(case.x) * case.side]
+    found_blocks = [Blocks(r, w, n, count) for r, w, n, count in counts if count * r <= len(case.x) * case.side]
+    blocks = [b for b in found_blocks if b.rows * case.side % (16 * b.warps * 8 // max(8, case.channels)) == 0]
     few = narrow.suits(case.x, case.channels)
     return (blocks if few else []) + [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
 

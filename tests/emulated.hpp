@@ -1,5 +1,6 @@
 // What chip.cuh does on a GPU, done by a CPU, so that conv.cu can be tested where there is none: every thread of a block is a fiber,
-// and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for.
+// and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for. Copies behind the
+// program's back land only when they are waited for, and until then there is no number; warps run in any order.
 
 #include <ucontext.h>
 
@@ -141,13 +142,29 @@ inline float across(float x, int bit) {
 
 inline void put(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16); }
 inline void put(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4); }
+
+struct Copy { u32 to; const void* from; bool there; };
+struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; };
+static std::vector<Copies> copies;  // of each thread
+
 inline void copy_later(u32 to, const void* from, bool there) {
     check(to, 16);
-    if (there) memcpy(memory + to, from, 16);
-    else memset(memory + to, 0, 16);
+    if ((size_t)from % 16) fprintf(stderr, "global memory: 16 bytes at %p\n", from), abort();
+    memset(memory + to, 0xff, 16);
+    copies[threadIdx.x].open.push_back({to, from, there});
 }
-inline void end_of_copies() {}
-template <int LEFT> void wait_for_copies() {}
+inline void end_of_copies() {
+    Copies& mine = copies[threadIdx.x];
+    mine.groups.push_back(mine.open);
+    mine.open.clear();
+}
+template <int LEFT> void wait_for_copies() {
+    auto& groups = copies[threadIdx.x].groups;
+    for (; (int)groups.size() > LEFT; groups.erase(groups.begin()))
+        for (const Copy& each : groups[0])
+            if (each.there) memcpy(memory + each.to, each.from, 16);
+            else memset(memory + each.to, 0, 16);
+}
 
 inline u32 rounded_one(float x) {
     u32 bits = bits_of(x);
@@ -177,18 +194,21 @@ inline void launch(int blocks, int threads, int shared, void** args) {
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         memset(memory, 0xff, bytes);  // bf16 that is not a number
         fibers.assign(threads, {}), lanes.assign(threads, {}), warps.assign(threads / 32, {}), everyone = {};
+        copies.assign(threads, {});
         for (auto& each : fibers) {
             each.stack.resize(1 << 17);
             getcontext(&each.context);
             each.context.uc_stack.ss_sp = each.stack.data(), each.context.uc_stack.ss_size = each.stack.size();
             makecontext(&each.context, fiber, 0);
         }
-        for (int left = threads; left;)
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
-                int mine = threadIdx.x;
-                if (fibers[mine].over) continue;
+        for (int left = threads; left;) {
+            int first = rand() % (threads / 32) * 32;  // this warp goes on in any case, others perhaps
+            for (int i = 0; i < threads; i++) {
+                int mine = threadIdx.x = (first + i) % threads;
+                if (fibers[mine].over || (i >= 32 && rand() % 4 == 0)) continue;
                 swapcontext(&scheduler, &fibers[mine].context);
                 left -= fibers[mine].over;
             }
+        }
     }
 }

@@ -62,7 +62,7 @@ def not_a_number_shows() -> int:
     """A pixel that is not a number reaches its neighbours, and nobody else."""
     x = proof.random_image(torch.empty(1, 8, 8, 8, dtype=torch.bfloat16), 8, 4)
     x[0, 3, 4, 4] = float("nan")
-    affine, weight = proof.scale_and_shift(x, 1.0, 0.0), proof.random_weight(x, 8, 8)
+    affine, weight = proof.random_affine(x, 8), proof.random_weight(x, 8, 8)
     _, y, _ = launch.norm_relu_conv(x, affine, weight, 8, tiles=narrow.conv_blocks(8, 8))
     expected = torch.zeros(8, 8, dtype=torch.bool)
     expected[3:6, 3:6] = True

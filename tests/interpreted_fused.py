@@ -65,13 +65,22 @@ def proofs() -> int:
         assert proof.back_agrees(like, cout, tiles)
         assert proof.weight_agrees(like, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
         held += 2
-    held += sum(cuts(channels, side) for channels, side in SHAPES)
+    held += sum(cuts(channels, side) for channels, side in SHAPES) + stems(like)
     image = proof.random_image(like, 8, 0)
     found = launch.moments_of(image)
     assert proof.moments_agree(found, image)
     for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
         assert not proof.moments_agree(wrong, image)
     return held + 3
+
+
+def stems(like: torch.Tensor) -> int:
+    """Few inputs, many outputs."""
+    pictures = like[:, :3].contiguous(memory_format=torch.channels_last)
+    for cout in (16, 72, 128):
+        splits = launch.weight_splits(launch.rows_of(pictures), 3, cout)
+        assert proof.weight_agrees(pictures, cout, splits), cout
+    return 3
 
 
 def cuts(channels: int, side: int) -> int:

@@ -5,7 +5,10 @@ Whether it computes what it should is checked elsewhere: by the interpreter (int
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from test_gradients import batch, losses_of, make
 
 from nestling.combine import OSGD
-from nestling.fused import Fused, cuda, narrow
+from nestling.fused import Fused, cuda, launch, narrow, proof
 from nestling.gradients import Accumulator, kernels
 from nestling.nets import build
 from nestling.nets.within import within
@@ -108,9 +111,64 @@ def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None
             assert made.asm["cubin"] and made.metadata.shared <= room * 1024, (each, made.metadata.shared)
 
 
+class Loaded:
+    """A kernel whose code is right if it is b"good"."""
+
+    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
+        if code != b"good":
+            raise RuntimeError("the CUDA driver says: device kernel image is invalid")
+
+
+def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, int]] = []
+    folders = [tmp_path]
+
+    def compiled(architecture: str, **sizes: int) -> bytes:
+        made.append(sizes)
+        return b"good"
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    for name, fake in (
+        ("compiled", compiled),
+        ("kernel_folder", lambda: folders[0]),
+        ("nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda major, minor: None)),
+        ("Kernel", Loaded),
+    ):
+        monkeypatch.setattr(cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def start() -> int:
+        cuda.kernel.cache_clear()  # as a new process
+        cuda.kernel(torch.device("cuda"), "conv", 128, 1024, (("CIN", 8),))
+        return len(made)
+
+    assert [start(), start()] == [1, 1], "found again"
+    (path,) = tmp_path.iterdir()
+    for damaged in (b"", b"cut off"):
+        path.write_bytes(damaged)
+        before = len(made)
+        assert start() == before + 1 and path.read_bytes() == b"good" and start() == before + 1
+    folders[0] = tmp_path / "gone"  # cannot be written
+    assert [start(), start()] == [4, 5]
+    cuda.kernel.cache_clear()
+
+
+def test_a_kernel_in_cuda_c_that_cannot_be_had_leaves_it_to_triton() -> None:
+    def fails(choice: Any) -> bool:
+        raise RuntimeError("invalid value for --gpu-architecture")
+
+    assert not proof.runs_and(fails, narrow.conv_blocks(32, 8))
+    with pytest.raises(RuntimeError, match="architecture"):
+        proof.runs_and(fails, launch.conv_tiles(2**17, 8, 8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_conv_cu_compiles_for_every_shape(chip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conv_cu_compiles_for_shapes_of_every_kind(chip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if cuda.nvrtc() is None:
         pytest.skip("NVRTC is not installed")
     found: dict[Any, int] = {}
@@ -124,7 +182,7 @@ def test_conv_cu_compiles_for_every_shape(chip: int, monkeypatch: pytest.MonkeyP
         x, y, numbers = torch.empty(1, cin, side, side), torch.empty(1, cout, side, side), torch.empty(1)
         for back in (None, y):
             narrow.conv(x, numbers, y, numbers, numbers, narrow.conv_blocks(side, cout), z=back)
-        narrow.weight_gradient(x, y, numbers, narrow.weight_blocks(128, side, cout))
+        narrow.weight_gradient(x, y, numbers, narrow.weight_blocks(1, side, cout))
     assert len(found) == 18 and max(found.values()) < CHIPS[chip] * 1024
     for sizes in found:
         assert cuda.compiled(f"sm_{chip}", **dict(sizes))[:4] == b"\x7fELF"

@@ -152,7 +152,7 @@ class Note(torch.autograd.Function):
 
 def test_gradients_made_aside_are_waited_for_once_and_last() -> None:
     notes: list[str] = []
-    aside: Any = SimpleNamespace(join=lambda: notes.append("join"))
+    aside: Any = SimpleNamespace(join=lambda: notes.append("join"), forget=lambda: None)
     weights = [torch.tensor(value, requires_grad=True) for value in (2.0, 3.0, 5.0, 7.0)]
     stem, frozen = torch.tensor(1.0, requires_grad=True), torch.tensor(11.0)
     seen: list[str] = []
@@ -207,9 +207,27 @@ def test_what_runs_aside_follows_the_pass_at_most_four_layers_behind(monkeypatch
     ]
     assert [float(read) for _, (read,) in aside.held] == [2, 3, 4, 5], "held until they have been read"
     notes.clear()
+    aside.together(lambda items: notes.append(f"sums of {items}"), 7)
     aside.join()
     aside.join()
-    assert notes == ["main after side"] and not aside.held
+    assert notes == ["in side", "sums of [7]", "main after side"] and not aside.held
+
+
+def test_what_a_broken_pass_left_is_not_done_by_the_next() -> None:
+    aside, done = Aside(torch.device("cpu")), list[Any]()
+    aside.together(done.append, 1)
+    weight = torch.ones(1, requires_grad=True)
+    (joined,) = Joined.apply(aside, weight)
+    aside.together(done.append, 2)
+    joined.sum().backward()
+    assert done == [[2]]
+
+
+def test_anomaly_detection_sees_finished_gradients() -> None:
+    aside, done = Aside(torch.device("cpu")), list[Any]()
+    with torch.autograd.set_detect_anomaly(True):
+        aside.together(done.append, 1)
+    assert done == [[1]]
 
 
 def test_sums_of_one_kind_are_made_together_and_at_the_latest_when_joined() -> None:
@@ -334,14 +352,15 @@ def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int,
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)
         kernel = w.permute(0, 3, 1, 2)
-        z, affine = proof.random_image(like, channels, 7), torch.ones(4, channels, device="cuda")
+        z, affine = proof.random_image(like, channels, 7), proof.random_affine(like, channels)
         h, y, _ = launch.norm_relu_conv(x, affine, w, channels, tiles=tiles)
-        normed = torch.relu(x.float() + 1).bfloat16()
-        assert torch.equal(h, normed)
+        normed = proof.normed_by(affine, x)
+        assert proof.close(h, normed)
         assert proof.close(y, torch.nn.functional.conv2d(normed, kernel, padding=1))
         back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
         g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=back_tiles)
-        assert proof.close(g, torch.where(z.float() + 1 > 0, back, 0))
+        scale, shift = affine[:2, None, :, None, None]
+        assert proof.close(g, torch.where(z.float() * scale + shift > 0, back, 0))
         expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
         assert proof.close(launch.weight_gradient(x, dy, None, splits), expected)
 

@@ -46,6 +46,21 @@ def test_evaluating_a_network_gives_what_its_card_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", shelf.names())
+def test_a_network_stops_when_it_is_sure_and_loses_what_was_allowed(name: str) -> None:
+    said, card = shelf.outputs(name), shelf.card(name)
+    wrong = (said["logits"].argmax(2) != said["labels"]).float().mean(1)
+    promised = torch.tensor([stage["error"] for stage in card["results"]["stages"]])
+    torch.testing.assert_close(wrong, promised, rtol=0, atol=5e-4)  # kept in float16
+    x = next(iter(shelf.sample(name).test.batches(64)))[0]
+    with nestling.Runtime(name, device="cpu") as runtime:
+        found = runtime.stop_when_sure(0.005)
+        assert found.error <= found.last_error + 0.005 + 0.004, "judged on images that had no say"
+        assert found.cost < 0.8 and found.stopped[0] > 0.3
+        stages = [answer.stage for answer in runtime.answer(x)]
+        assert len(set(stages)) > 1 and stages.count(1) > len(stages) * 0.3
+
+
+@pytest.mark.parametrize("name", shelf.names())
 def test_profiling_a_network_measures_it_and_stores_nothing(name: str, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in shelf.SHELF.iterdir()}
     words = [sys.executable, "-m", "nestling", "profile", name, "--device", "cpu", "--repeats", "10", "--json"]

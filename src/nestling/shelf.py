@@ -2,8 +2,8 @@
 
 In: a name (or a run's folder). Out: the network with its weights, and its card (recipe, errors, costs, where it came from).
 Weights lie in the package as safetensors, convolutions in float16; the errors on the card are those of the weights as they
-lie there, measured on a CPU. The first thousand test images of CIFAR-10 lie beside them, so that a card can be checked
-anywhere. `pack` puts a run on the shelf.
+lie there, measured on a CPU. Beside them lie their outputs for the test set, by which answers are called sure enough, and the
+first thousand test images of CIFAR-10, so that a card can be checked anywhere. `pack` puts a run on the shelf.
 """
 
 import json
@@ -73,6 +73,12 @@ def load(name: str, device: torch.device | str = "cpu") -> NestedNet:
     return net.to(device).eval()
 
 
+def outputs(name: str) -> dict[str, Tensor]:
+    """The logits of every stage for the whole test set, (stages, N, classes), and its labels."""
+    found = safetensors.torch.load_file(SHELF / f"{card(name)['name']}-outputs.safetensors")
+    return {"logits": found["logits"].float(), "labels": found["labels"].long()}
+
+
 def sample(name: str, device: torch.device | str = "cpu") -> DataSet:
     """The first thousand test images of the data set a network was trained on, as a data set without training images."""
     known = card(name)
@@ -126,10 +132,10 @@ def pack(run: str, name: str) -> dict[str, Any]:
     results, tensors = evaluate(net, data)
     first = errors(tensors["logits"][:, :FIRST], tensors["labels"][:FIRST])
     state = {key: value.half() if value.dim() == 4 else value for key, value in net.state_dict().items()}
+    said = {"logits": tensors["logits"].half(), "labels": tensors["labels"].to(torch.int16)}
     SHELF.mkdir(exist_ok=True)
-    write_atomically(
-        SHELF / f"{name}.safetensors", safetensors.torch.save({k: v.contiguous() for k, v in state.items()})
-    )
+    for file, kept in ((name, {k: v.contiguous() for k, v in state.items()}), (f"{name}-outputs", said)):
+        write_atomically(SHELF / f"{file}.safetensors", safetensors.torch.save(kept))
     text = {
         "name": name,
         "recipe": folder.read_json(RECIPE),

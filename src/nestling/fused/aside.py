@@ -44,6 +44,8 @@ class Aside:
             self.flush()
         self.waiting.append(item)
         self.kind = (work, *kind)
+        if torch.is_anomaly_enabled():  # then autograd looks at every result at once
+            self.join()
 
     def flush(self) -> None:
         if self.waiting:
@@ -58,6 +60,13 @@ class Aside:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
 
+    def forget(self) -> None:
+        """What a pass left that did not come to its end must not be done by the next, which may be captured."""
+        if self.held and self.stream is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.waiting = []
+        self.held.clear()
+
 
 class Joined(torch.autograd.Function):
     """(weights) -> the same. Their gradients pass here on their way out, after those who ran aside are waited for.
@@ -67,6 +76,7 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, aside: Aside, *weights: Tensor) -> tuple[Tensor, ...]:
+        aside.forget()
         ctx.aside = aside
         ctx.set_materialize_grads(False)
         found = tuple(weight.view_as(weight) for weight in weights)

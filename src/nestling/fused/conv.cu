@@ -1,4 +1,4 @@
-// 3x3 convolutions of channels-last bf16 images of few channels, and the gradients of their weights. See cuda.py.
+// 3x3 convolutions of channels-last bf16 images of few channels, and the gradients of their weights. See narrow.py.
 //
 // Compiled for one shape at a time: CIN, COUT, SIDE of an image, ROWS that a block makes, WARPS of it, RESIDENT blocks of a
 // processor. A block reads its rows of pixels and one row above and below once, into shared memory, where all nine taps find
@@ -71,7 +71,7 @@ template <int C> __device__ __forceinline__ void clear_border(u32 tile) {
 constexpr int CHUNKS = CIN / 8;
 constexpr int TILES = PIXELS / 16 / WARPS, RUN = COUT / 8;  // of a warp: RUN tiles of 16 pixels x 8 channels beside one another
 constexpr int INNER = BACK ? COUT : CIN, LINES = BACK ? CIN : COUT;  // of the weight (lines, 3, 3, inner)
-constexpr int LINE_CHUNKS = 9 * INNER / 8, STRIDE = (LINE_CHUNKS | 1) * 16;  // in bytes, odd: lines begin in different banks
+constexpr int LINE_CHUNKS = 9 * INNER / 8, STRIDE = (LINE_CHUNKS | 1) * 16;  // an odd number of chunks: lines begin in different banks
 static_assert(PIXELS % (16 * WARPS) == 0 && THREADS % CHUNKS == 0, "warps");
 
 // The column of the product that makes a channel: so that a lane ends up with 2 * RUN neighbouring channels, not with pairs

@@ -6,8 +6,9 @@ Machine code is kept in nestling's cache, so a second start compiles nothing. Wh
 
 import ctypes
 import hashlib
-import os
 import sys
+import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def kernel_folder() -> Path | None:
-    """In the user's cache, by torch's version, so that a second start finds them. None: that cannot be written."""
+    """In the user's cache, by torch's version, so that a second start finds them. None: it cannot be made."""
     try:
         folder = Path.home() / ".cache" / "nestling" / "kernels" / f"torch-{torch.__version__}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,10 +37,10 @@ def source() -> str:
 
 @cache
 def nvrtc() -> ctypes.CDLL | None:
-    """The compiler, as the loader knows it or as its package has it; of torch's version, so that the driver knows its code."""
+    """The compiler, as torch's own package has it or else as the loader knows it; of the major version torch was made for."""
     name = f"libnvrtc.so.{(torch.version.cuda or '12').partition('.')[0]}"
     packaged = [str(path) for base in sys.path for path in sorted(Path(base).glob(f"nvidia/*/lib/{name}"))]
-    for each in (name, *packaged):
+    for each in (*packaged, name):
         try:
             return ctypes.CDLL(each)
         except OSError:
@@ -72,21 +73,24 @@ def compiled(architecture: str, **sizes: int) -> bytes:
     return found.raw
 
 
-def kept(architecture: str, **sizes: int) -> bytes:
-    """The same, compiled once for all processes of this user."""
-    library, major, minor = nvrtc(), ctypes.c_int(), ctypes.c_int()
-    assert library is not None
+def place_of(architecture: str, **sizes: int) -> Path | None:
+    """Where the machine code is kept for all processes of this user."""
+    library, folder, major, minor = nvrtc(), kernel_folder(), ctypes.c_int(), ctypes.c_int()
+    if library is None or folder is None:
+        return None
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     told = f"{architecture} {major.value}.{minor.value} {sorted(sizes.items())} {source()}"
-    folder = kernel_folder()
-    if folder is None:  # that costs a third of a second a shape, not the training
-        return compiled(architecture, **sizes)
-    path = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
-    if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(compiled(architecture, **sizes))
-        unfinished.replace(path)
-    return path.read_bytes()
+    return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
+
+
+def keep(code: bytes, path: Path | None) -> None:
+    """A cache that cannot be written costs a third of a second a shape, not the training."""
+    if path is None:
+        return
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(code)
+        file.close()
+        Path(file.name).replace(path)
 
 
 class Kernel:
@@ -128,6 +132,13 @@ def as_c(args: tuple[Tensor | int | None, ...]) -> list[Any]:
 @cache
 def kernel(device: torch.device, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
+    architecture, wanted = f"sm_{major}{minor}", dict(sizes)
+    path = place_of(architecture, **wanted)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the driver needs torch's context, which the first stream makes
-        return Kernel(kept(f"sm_{major}{minor}", **dict(sizes)), name, threads, shared)
+        if path is not None and path.is_file():
+            with suppress(RuntimeError, OSError):  # damaged: made anew
+                return Kernel(path.read_bytes(), name, threads, shared)
+        code = compiled(architecture, **wanted)
+        keep(code, path)
+        return Kernel(code, name, threads, shared)

@@ -82,11 +82,11 @@ def fits_conv(plan: Plan, node: Node) -> bool:
 
 
 def fits_halving(plan: Plan, node: Node) -> bool:
-    """A convolution of stride 2 is one of stride 1 of which a quarter is kept: four times the work, which for few channels is
-    less than cuDNN's many small kernels."""
+    """A convolution of stride 2 is one of stride 1 of which a quarter is kept: four times the work, which where conv.cu does it
+    is less than cuDNN's many small kernels."""
     read = plan.by_name[node.reads[0]]
-    even = len(read.size) == 2 and all(side % 2 == 0 for side in read.size)
-    return plain(node, stride=2) and even and node.channels in narrow.CHANNELS and read.channels in narrow.CHANNELS
+    few = node.channels in narrow.CHANNELS and read.channels in narrow.CHANNELS
+    return plain(node, stride=2) and few and read.size in [(side, side) for side in narrow.SIDES]
 
 
 def fits_stem(plan: Plan, node: Node) -> bool:
@@ -100,9 +100,12 @@ def fits_sum(plan: Plan, node: Node) -> bool:
     return small and node.op == "zip" and node.function == "add" and all(alike(plan, read, node) for read in node.reads)
 
 
-def fits_head(net: NestedNet, node: Node) -> bool:
+def fits_linear(net: NestedNet, node: Node) -> bool:
+    """A small linear layer, such as a head."""
     layer: Any = net.layer(node.name)
-    return layer.mask is None and layer.bias is not None and not node.shares and node.channels <= 128
+    whole = layer.mask is None and layer.bias is not None and not node.shares
+    laid = layer.weight.dtype == torch.float32 and layer.weight.stride(1) == 1
+    return whole and laid and node.channels <= 128 and layer.weight.shape[1] <= 1024
 
 
 def fits_pick(plan: Plan, node: Node) -> bool:
@@ -137,10 +140,12 @@ def fits(net: NestedNet, batch: int) -> bool:
     fused = [unit for unit in units if unit.conv is not None]
     convs = [node for node in net.plan.nodes if node.op == "conv"]
     sums = [item for item in found if isinstance(item, Node) and fits_sum(net.plan, item)]
-    pixels = [batch * prod(size) for size in [unit.norm.size for unit in units] + [item.size for item in sums]]
+    stems = [node for node in net.plan.nodes[1:] if fits_stem(net.plan, node)]
+    sizes = [unit.norm.size for unit in units] + [node.size for node in (*sums, *stems)]
+    pixels = [batch * prod(size) for size in sizes]
     whole = all(each % launch.LEAST == 0 and each * CHANNELS[-1] < 2**31 for each in pixels)  # places are 32 bits
     read = [unit.conv.name for unit in fused if unit.conv is not None]
-    read += [node.name for node in net.plan.nodes[1:] if fits_stem(net.plan, node)]
+    read += [node.name for node in stems]
     laid = all(launch.can_pack(net.layer(name).weight) for name in read)
     return whole and laid and 2 * len(fused) > len(convs)
 
@@ -163,7 +168,7 @@ class Fused:
         self.aside = Aside(self.shadow.flat.device)
         picks = [node for node in net.plan.nodes if node.op == "select" and fits_pick(net.plan, node)]
         self.tables = {node.name: self.table(node) for node in picks}
-        self.heads = {node.name for node in net.plan.nodes if node.op == "linear" and fits_head(net, node)}
+        self.linears = {node.name for node in net.plan.nodes if node.op == "linear" and fits_linear(net, node)}
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         self.shadow.refresh()
@@ -187,12 +192,12 @@ class Fused:
                 out = Halve.apply(self.laid(got[0]))
             elif item.name in self.tables:
                 out = Pick.apply(self.laid(got[0]), *self.tables[item.name])
-            elif item.name in self.stems:
+            elif item.name in self.stems and not got[0].requires_grad:
                 out, moments[item.name] = Conv.apply(
                     self.laid(got[0]), weights[item.name], self.shadows[item.name], self.masks[item.name],
                     item.name in self.measured, self.aside,
                 )  # fmt: skip
-            elif item.name in self.heads:
+            elif item.name in self.linears:
                 layer: Any = self.net.layer(item.name)
                 out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
             else:

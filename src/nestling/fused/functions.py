@@ -1,4 +1,5 @@
-"""The differentiable operations made of the kernels: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm + relu.
+"""The differentiable operations made of the kernels: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm + relu, the
+stem, halving, channels picked, small linear layers.
 
 Each is the function autograd would find for torch's own operations; moments passed beside the images are a cache of what
 batch norm would compute from its input, and have no gradient. `passed` is the input handed on: whoever else reads it

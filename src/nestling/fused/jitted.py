@@ -352,8 +352,8 @@ def pack(sources, places, sizes, inner, strides, shadow, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def halve(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """Means of 2x2 pixels; H and W are the result's."""
+def halve(x, y, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """Means of 2x2 pixels; W is the result's."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     live = (c < C)[None, :]
@@ -366,8 +366,8 @@ def halve(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.conste
 
 
 @triton.jit
-def halve_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """A quarter of the gradient to each of four pixels; H and W are those of the larger image."""
+def halve_back(dy, dx, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """A quarter of the gradient to each of four pixels; W is that of the larger image."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     live = (c < C)[None, :]
@@ -377,8 +377,8 @@ def halve_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl
 
 
 @triton.jit
-def thin(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """The first of each 2x2 pixels; H and W are the result's."""
+def thin(x, y, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """The first of each 2x2 pixels; W is the result's."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     live = (c < C)[None, :]
@@ -387,8 +387,8 @@ def thin(x, y, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constex
 
 
 @triton.jit
-def thin_back(dy, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
-    """The gradient to the first of each 2x2 pixels, zeros to the others; H and W are those of the larger image."""
+def thin_back(dy, dx, W: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+    """The gradient to the first of each 2x2 pixels, zeros to the others; W is that of the larger image."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     live = (c < C)[None, :]

@@ -1,4 +1,4 @@
-"""What the kernels of jitted.py are given: shapes, tile sizes, room for results. Channels-last bf16 images in and out.
+"""What the kernels of jitted.py and conv.cu are given: shapes, tile sizes, room for results. Images are channels-last bf16.
 
 Tile sizes were chosen by measurement on an H200 (benchmarks/kernels.py --tune). Images are waited for, so their kernels are to
 be done soon, on all processors. Weight gradients run beside them (aside.py) and are to take little of the chip: fewer programs,
@@ -117,6 +117,7 @@ def conv(
     cin = x.shape[1]
     m = rows_of(x)
     t = tiles or conv_tiles(m, cin, cout, back is not None)
+    assert isinstance(t, Blocks) or m % t.rows == 0, "the last pixels would be left out"
     y = image(x, cout)
     if isinstance(t, Blocks):
         assert back is not None, "these kernels have a norm on either side: see norm_relu_conv"
@@ -177,7 +178,7 @@ def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> tuple
         partial = torch.empty(s.splits, n, dtype=torch.float32, device=x.device)
         narrow.weight_gradient(x, dy, partial, s)
         return partial, total
-    whole = s.ins >= 3 * cin  # then a program does all nine taps
+    whole = s.ins >= 3 * cin and s.outs >= cout  # then a program does all nine taps
     tiles = 1 if whole else ceil(cout, s.outs) * ceil(cin, s.ins)
     per = ceil(ceil(m, max(1, s.programs // (1 if whole else 3 * tiles))), s.pixels) * s.pixels
     count = ceil(m, per)
@@ -312,7 +313,7 @@ def resized(kernel: Any, x: Tensor, h: int, w: int) -> Tensor:
     y = torch.empty((n, c, h, w), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     m = rows_of(y)
     rows = elementwise_rows(m, c)
-    kernel[(m // rows,)](x, y, H=h, W=w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
+    kernel[(m // rows,)](x, y, W=w, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return y
 
 

@@ -79,8 +79,10 @@ def conv(
 def weight_gradient(x: Tensor, dy: Tensor, partial: Tensor, blocks: Blocks) -> None:
     """Into partial (blocks, out, 3, 3, in): each block's share of the sum over pixels."""
     cin, cout, side = x.shape[1], dy.shape[1], x.shape[2]
+    tiles = x.shape[0] * side // blocks.rows
+    assert blocks.splits <= tiles, "every block begins with a tile of its own"
     stage = -(-tile_bytes(side, blocks.rows, cin) // 128) * 128 + blocks.rows * side * cout * 2
     gathering = max(1, cout // 16) * 36 * (cin // 8) * 128  # where several warps share the pixels
     sizes = sizes_of(x, cout, blocks) | {"CONVOLVES": 0}
     kernel = cuda.kernel(x.device, "weights", 32 * blocks.warps, max(2 * stage, gathering), tuple(sizes.items()))
-    kernel(blocks.splits, x, dy, partial, x.shape[0] * side // blocks.rows)
+    kernel(blocks.splits, x, dy, partial, tiles)

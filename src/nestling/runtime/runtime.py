@@ -47,6 +47,7 @@ class Runtime(Anytime):
         does: with a mean and std, uint8 images are normalised."""
         device = str(pick_device(device, "device="))
         self.run: RunDir | None = None
+        self.name = source if isinstance(source, str) and shelf.holds(source) else ""  # of a trained network
         if isinstance(source, NestedNet):
             net, spec = source, spec or bare_spec(source)
         else:
@@ -66,11 +67,14 @@ class Runtime(Anytime):
         self.warm()
 
     def stop_when_sure(self, loss: float = 0.005) -> Confidence:
-        """From now on answers are final when they are sure enough: thresholds are found on the run's own test or
-        validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
-        if self.run is None:
-            raise NestlingError("only a run's folder holds outputs to choose thresholds on; pass confident=... instead")
-        tensors, _ = self.run.load_tensors(OUTPUTS)
+        """From now on answers are final when they are sure enough: thresholds are found on the run's (or trained network's) own
+        test or validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
+        if self.run is None and not self.name:
+            raise NestlingError(
+                "a network alone has no outputs to choose thresholds on, as a run's folder and a trained network have; "
+                "pass confident=... instead"
+            )
+        tensors = self.run.load_tensors(OUTPUTS)[0] if self.run else shelf.outputs(self.name)
         found = calibrate(tensors["logits"].numpy(), tensors["labels"].numpy(), loss, self.pace.base)
         self.thresholds = found.thresholds
         return found

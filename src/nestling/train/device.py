@@ -19,7 +19,8 @@ from nestling.fused.cuda import kernel_folder
 from nestling.recipe import Recipe
 
 # As many hardware queues as CUDA knows, instead of 8: else the streams of trainings side by side wait for one another (5 % of
-# six). CUDA reads it once, when it starts.
+# six). CUDA reads it once, when it starts, which may be before a training is begun:
+# therefore here.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 TRITON = (7, 0)  # the oldest compute capability Triton, and so torch.compile, writes kernels for
 BFLOAT16 = (8, 0)  # the oldest whose convolutions know bfloat16
@@ -47,7 +48,7 @@ def cache_kernels() -> Path | None:
     """Let compiled kernels be kept in the user's cache folder, so that a second start finds them.
 
     torch keeps its compiled graphs in TORCHINDUCTOR_CACHE_DIR, by default in /tmp, which a restart may clear; Triton its
-    own in TRITON_CACHE_DIR. Where the user has set either, that is respected. None: the folder cannot be written.
+    own in TRITON_CACHE_DIR. Where the user has set either, that is respected. None: the folder cannot be made.
     """
     folder = kernel_folder()
     if folder is None:
