@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nestling.fused import cuda, launch, narrow, proof
+from nestling.fused import Fused, cuda, launch, narrow, proof
+from nestling.fused.forward import Unit
+from nestling.nets import NestedNet, build
+from nestling.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
 SHAPES = [(8, 8, 32), (16, 16, 32), (32, 32, 16), (8, 16, 16), (16, 32, 8), (32, 16, 8)]  # in, out, side
@@ -70,10 +74,33 @@ def not_a_number_shows() -> int:
     return 1
 
 
+def gradients(logits: tuple[Tensor, ...], net: NestedNet) -> Tensor:
+    y = torch.arange(len(logits[0]))
+    loss = sum((torch.nn.functional.cross_entropy(each, y) for each in logits), torch.zeros(()))
+    found = torch.autograd.grad(loss, list(net.parameters()))
+    return torch.cat([loss.detach().flatten(), *(each.flatten() for each in found)])
+
+
+def whole_network() -> int:
+    """All gradients of a network, in bf16: units, halving convolutions, sums, heads. Those of its own pass in float32."""
+    recipe = NetworkRecipe(name="width-resnet42", blocks=(1, 1, 1), widths=(8, 16, 32))
+    net = build(recipe, shape=(3, 32, 32), generator=torch.Generator().manual_seed(1))
+    net = net.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    x = torch.randn((4, 3, 32, 32), generator=torch.Generator().manual_seed(2))
+    fused = Fused(net)
+    fused.stems.clear()  # Triton's own kernel, and its interpreter cannot multiply bf16
+    assert sum(isinstance(item, Unit) and item.conv is not None for item in fused.items) == 6
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = fused(x.contiguous(memory_format=torch.channels_last))
+    alike = torch.nn.functional.cosine_similarity(gradients(logits, net), gradients(net(x), net), dim=0)
+    assert alike > 0.9995, alike
+    return 1
+
+
 def main() -> None:
     cuda.available = lambda device: True  # type: ignore[assignment]
     cuda.kernel = kernel  # type: ignore[assignment]
-    held = sum(proofs(*shape) for shape in SHAPES) + not_a_number_shows()
+    held = sum(proofs(*shape) for shape in SHAPES) + not_a_number_shows() + whole_network()
     print(f"{held} comparisons held")
 
 
