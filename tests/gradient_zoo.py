@@ -7,7 +7,7 @@ from torch import Tensor
 
 import nestling.gradients as gradients
 from nestling.combine import Report
-from nestling.gradients.accumulate import Combiner
+from nestling.gradients.contract import Combiner
 
 TOLERANCE = 1e-12
 

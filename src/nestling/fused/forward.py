@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nestling.fused import launch, narrow
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Conv, Fan, Halve, Linear, Norm, NormRelu, NormReluConv, Pick, Thin
+from nestling.fused.functions import AddAll, Conv, Fan, Linear, Norm, NormRelu, NormReluConv, Pick, Smaller
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -189,7 +189,7 @@ class Fused:
                 and item.channels in CHANNELS
                 and got[0].shape[2] % 2 == 0 == got[0].shape[3] % 2
             ):
-                out = Halve.apply(self.laid(got[0]))
+                out = Smaller.apply(self.laid(got[0]), launch.halve, launch.halve_back)
             elif item.name in self.tables:
                 out = Pick.apply(self.laid(got[0]), *self.tables[item.name])
             elif item.name in self.stems and not got[0].requires_grad:
@@ -223,7 +223,7 @@ class Fused:
                 z, moments[name], layer.weight, layer.bias, weights[unit.conv.name], self.shadows[unit.conv.name],
                 self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured and not halving, self.aside,
             )  # fmt: skip
-            out = Thin.apply(out) if halving else out
+            out = Smaller.apply(out, launch.thin, launch.thin_back) if halving else out
         values.put(unit.gives, out)
         values.hand_on(name, passed)
 

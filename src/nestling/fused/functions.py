@@ -6,6 +6,7 @@ batch norm would compute from its input, and have no gradient. `passed` is the i
 should read that instead, so that its gradient is added inside a kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,28 +165,18 @@ class Fan(torch.autograd.Function):
         return None, launch.add_all(found, False)[0]
 
 
-class Halve(torch.autograd.Function):
-    """(x) -> the means of its 2x2 pixels."""
+class Smaller(torch.autograd.Function):
+    """(x) -> an image half as high and wide: means of 2x2 pixels (launch.halve), or the first of each, which is what a
+    convolution of stride 2 keeps of one of stride 1 (launch.thin). `back` is the way back of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return launch.halve(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return launch.halve_back(laid_out(grads[0], grads[0]))
-
-
-class Thin(torch.autograd.Function):
-    """(x) -> the first of each 2x2 pixels: what a convolution of stride 2 keeps of one of stride 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return launch.thin(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return launch.thin_back(laid_out(grads[0], grads[0]))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(laid_out(grads[0], grads[0])), None, None
 
 
 class Pick(torch.autograd.Function):

@@ -7,7 +7,7 @@ optimizer, scheduler, clipping rule and parameter group follows. It does not kno
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -27,42 +27,12 @@ from nestling.gradients.checks import (
     refuse_sparse,
     trainable,
 )
+from nestling.gradients.contract import Combiner, R, Scaler
 from nestling.gradients.owners import Box, Layout, Spec, from_masks, from_owners
 from nestling.gradients.reduce import Reduction, agree, group_of, refuse_wrapped
 from nestling.gradients.rows import Rows
 
 Owners = Mapping[str, Tensor] | Mapping[Tensor, Tensor]
-
-
-class Reported(Protocol):
-    """What a combiner hands back: at least its weights, (blocks, tasks), where it has any."""
-
-    @property
-    def weights(self) -> Tensor | None: ...
-
-    def stale(self) -> Self: ...
-
-
-R = TypeVar("R", bound=Reported)
-R_co = TypeVar("R_co", bound=Reported, covariant=True)
-
-
-class Combiner(Protocol[R_co]):
-    """Rows to update: `__call__` reads `rows.gram`, calls `rows.write` once and returns a report.
-
-    `fixed` gives weights (tasks,) that depend on no gradient, and the report that goes with them, or None: then
-    one weighted backward does the work of all.
-    """
-
-    def __call__(self, rows: Rows) -> R_co: ...
-
-    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, R_co] | None: ...
-
-
-class Scaler(Protocol):
-    """torch.amp.GradScaler, of which only `scale` is used."""
-
-    def scale(self, outputs: Tensor) -> Tensor: ...
 
 
 class _Trained:
