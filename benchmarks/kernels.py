@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nestling.fused import launch, narrow, proof
+from nestling.fused.launch import InCuda
 from nestling.fused.narrow import Blocks
 from nestling.provenance import provenance
 
@@ -77,14 +78,14 @@ class Case:
         self.shadow = launch.Shadow([self.weight])
         self.shadow.refresh()
 
-    def forward(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
+    def forward(self, tiles: launch.Tiles | InCuda | None = None) -> Any:
         shadow = self.shadow.parts[0]
         return launch.norm_relu_conv(self.z, self.affine, shadow, self.channels, moments=True, tiles=tiles)
 
-    def back(self, tiles: launch.Tiles | Blocks | None = None) -> Any:
+    def back(self, tiles: launch.Tiles | InCuda | None = None) -> Any:
         return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
 
-    def weights(self, splits: launch.Splits | Blocks | None = None) -> Any:
+    def weights(self, splits: launch.Splits | InCuda | None = None) -> Any:
         return launch.weight_gradient(self.x, self.dy, None, splits)
 
     def torch_forward(self) -> Any:
@@ -161,7 +162,7 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
         x, tiles, splits = cases[0].x, conv_choices(cases[0]), split_choices(cases[0])
         kinds: list[tuple[str, list[Any], Any]] = [
             ("forward", tiles, partial(proof.conv_agrees, x, c, normed=True, adds=True, moments=True)),
-            ("back", tiles, partial(proof.back_agrees, x, c)),
+            ("back", tiles, partial(proof.back_agrees, x, x)),
             ("weights", splits, partial(proof.weight_agrees, x, c)),
         ]
         for name, choices, agrees in kinds:
@@ -194,7 +195,7 @@ def tune(shapes: list[tuple[int, int]], batch: int, beside: int) -> list[dict[st
 
 def in_use(case: Case) -> dict[str, Any]:
     x, c = case.x, case.channels
-    return {"forward": proof.tiles(x, c, normed=True), "back": proof.back_tiles(x, c), "weights": proof.splits(x, c)}
+    return {"forward": proof.tiles(x, c, normed=True), "back": proof.back_tiles(x, x), "weights": proof.splits(x, c)}
 
 
 def tritons(case: Case) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-// What chip.cuh does on a GPU, done by a CPU, so that conv.cu can be tested where there is none: every thread of a block is a fiber,
+// What chip.cuh does on a GPU, done by a CPU, so that conv.cu and hopper.cu can be tested where there is none: every thread of a block is a fiber,
 // and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for. Copies behind the
-// program's back land only when they are waited for, and until then there is no number; warps run in any order.
+// program's back land only when they are waited for, and until then there is no number; warps run in any order. Products behind
+// the program's back must find the same numbers when they begin and when they are waited for, and only numbers shown to them.
 
 #include <ucontext.h>
 
@@ -19,17 +20,18 @@
 #define __launch_bounds__(...)
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline int min(int a, int b) { return a < b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
-inline u32 bits_of(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 
-struct Index { int x; };
+struct Index { u32 x, y; };
 static Index threadIdx, blockIdx, gridDim;
-alignas(128) unsigned char memory[1 << 18];
+alignas(1024) unsigned char memory[1 << 18];
 static u32 bytes;  // of it that this kernel may use
 
 // --- fibers -----------------------------------------------------------------------------------------------------------------
@@ -99,6 +101,16 @@ template <bool TURNED> void load(u32 (&r)[4], u32 row) {
 inline void load4(u32 (&r)[4], u32 row) { load<false>(r, row); }
 inline void load4_turned(u32 (&r)[4], u32 row) { load<true>(r, row); }
 
+inline void put4(u32 row, u32 a, u32 b, u32 c, u32 d) {
+    check(row, 16);
+    u32 in[5] = {row, a, b, c, d};
+    memcpy(lanes[threadIdx.x].in, in, sizeof in);
+    together([](Lane* warp) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int m = 0; m < 4; m++) memcpy(memory + warp[m * 8 + lane / 4].in[0] + lane % 4 * 4, &warp[lane].in[1 + m], 4);
+    });
+}
+
 inline float half_of(u32 pair, int which) { return __uint_as_float(which ? pair & 0xffff0000u : pair << 16); }
 
 // in: a0 a1 a2 a3 b0 b1; a (16, k), b (k, 8), of k = 16 or 8
@@ -131,7 +143,7 @@ inline void multiply8(float (&sum)[4], u32 a0, u32 a1, u32 b) {
 }
 
 inline float across(float x, int bit) {
-    lanes[threadIdx.x].in[0] = bits_of(x);
+    lanes[threadIdx.x].in[0] = __float_as_uint(x);
     Lane& mine = together([bit](Lane* warp) {
         for (int lane = 0; lane < 32; lane++) warp[lane].out[0] = warp[lane ^ bit].in[0];
     });
@@ -140,8 +152,12 @@ inline float across(float x, int bit) {
 
 // --- what a thread does by itself -------------------------------------------------------------------------------------------
 
-inline void put(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16); }
-inline void put(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4); }
+static bool hidden[1 << 14];                 // sixteen bytes of shared memory each: not yet shown to products
+static std::vector<std::vector<u32>> hiding;  // by each thread
+inline void hide(u32 to) { hidden[to / 16] = true, hiding[threadIdx.x].push_back(to / 16); }
+
+inline void put(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16), hide(to); }
+inline void put(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4), hide(to); }
 
 struct Copy { u32 to; const void* from; bool there; };
 struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; };
@@ -161,17 +177,82 @@ inline void end_of_copies() {
 template <int LEFT> void wait_for_copies() {
     auto& groups = copies[threadIdx.x].groups;
     for (; (int)groups.size() > LEFT; groups.erase(groups.begin()))
-        for (const Copy& each : groups[0])
+        for (const Copy& each : groups[0]) {
             if (each.there) memcpy(memory + each.to, each.from, 16);
             else memset(memory + each.to, 0, 16);
+            hide(each.to);
+        }
 }
 
 inline u32 rounded_one(float x) {
-    u32 bits = bits_of(x);
+    u32 bits = __float_as_uint(x);
     return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 rounded(float low, float high) { return rounded_one(low) | rounded_one(high) << 16; }
 inline float relu(float x) { return x < 0 ? 0 : x; }  // not a number is not below zero
+inline u32 rounded_relu(float low, float high) { return rounded(relu(low), relu(high)); }
+inline uint4 fetched(const uint4* from) { return *from; }
+inline u32 of_the_warp(u32 x) { return x; }
+
+// --- products of matrices in shared memory ------------------------------------------------------------------------------------
+
+struct Product { float* sum; int columns; u64 a, b; bool turned_a, turned_b; float found[32]; };
+struct Products { std::vector<Product> open; std::vector<std::vector<Product>> groups; };
+static std::vector<Products> products;  // of each thread
+static std::vector<Meeting> groups_of_warps;
+
+template <int BYTES> u64 matrix(u32 at, u32 next, u32 beside = 16) {
+    return (u64)(at >> 4) | (u64)(beside >> 4) << 16 | (u64)(next >> 4) << 32 | (u64)(BYTES / 32) << 48;
+}
+
+inline float entry(u64 matrix, bool turned, int k, int other) {
+    u32 at = (matrix & 0x3fff) << 4, beside = (matrix >> 16 & 0x3fff) << 4, next = (matrix >> 32 & 0x3fff) << 4, bytes = (matrix >> 48) * 32;
+    int line = turned ? k : other, column = turned ? other : k;
+    u32 byte = at + line / 8 * next + line % 8 * bytes + column / (bytes / 2) * beside + column % (bytes / 2) * 2;
+    byte ^= (byte >> 7 & (bytes / 16 - 1)) << 4;
+    check(byte, 2);
+    if (hidden[byte / 16]) fprintf(stderr, "a product reads what was not shown to it, at %u\n", byte), abort();
+    unsigned short bits;
+    memcpy(&bits, memory + byte, 2);
+    return __uint_as_float((u32)bits << 16);
+}
+
+inline void multiply_now(const Product& p, float (&found)[32]) {
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float a[2][16];
+    for (int k = 0; k < 16; k++)
+        for (int lower = 0; lower < 2; lower++) a[lower][k] = entry(p.a, p.turned_a, k, warp * 16 + lane / 4 + lower * 8);
+    for (int i = 0; i < p.columns / 2; i++) {
+        found[i] = 0;
+        for (int k = 0; k < 16; k++) found[i] += a[i / 2 % 2][k] * entry(p.b, p.turned_b, k, i / 4 * 8 + lane % 4 * 2 + i % 2);
+    }
+}
+
+template <bool TURNED_A, bool TURNED_B, int HALF> void multiply64(float (&sum)[HALF], u64 a, u64 b) {
+    Product p = {sum, 2 * HALF, a, b, TURNED_A, TURNED_B};
+    multiply_now(p, p.found);
+    products[threadIdx.x].open.push_back(p);
+}
+inline void show_to_products() {
+    for (u32 each : hiding[threadIdx.x]) hidden[each] = false;
+    hiding[threadIdx.x].clear();
+}
+inline void begin_products() { meet(groups_of_warps[threadIdx.x / 128], 128, [] {}); }
+inline void end_of_products() {
+    Products& mine = products[threadIdx.x];
+    mine.groups.push_back(mine.open);
+    mine.open.clear();
+}
+template <int LEFT> void wait_for_products() {
+    auto& groups = products[threadIdx.x].groups;
+    for (; (int)groups.size() > LEFT; groups.erase(groups.begin()))
+        for (const Product& each : groups[0]) {
+            float again[32];
+            multiply_now(each, again);
+            if (memcmp(again, each.found, each.columns * 2)) fprintf(stderr, "a product's numbers changed under way\n"), abort();
+            for (int i = 0; i < each.columns / 2; i++) each.sum[i] += again[i];
+        }
+}
 
 // --- a launch ---------------------------------------------------------------------------------------------------------------
 
@@ -189,12 +270,15 @@ template <class... A, size_t... I> void call(void (*kernel)(A...), void** args, 
 }
 template <class... A> void call(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>{}); }
 
-inline void launch(int blocks, int threads, int shared, void** args) {
-    arguments = args, bytes = shared, gridDim.x = blocks;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+inline void launch(int blocks, int layers, int threads, int shared, void** args) {
+    arguments = args, bytes = shared, gridDim = {(u32)blocks, (u32)layers};
+    for (int block = 0; block < blocks * layers; block++) {
+        blockIdx = {(u32)(block % blocks), (u32)(block / blocks)};
         memset(memory, 0xff, bytes);  // bf16 that is not a number
         fibers.assign(threads, {}), lanes.assign(threads, {}), warps.assign(threads / 32, {}), everyone = {};
-        copies.assign(threads, {});
+        copies.assign(threads, {}), products.assign(threads, {}), hiding.assign(threads, {});
+        groups_of_warps.assign(threads / 128 + 1, {});
+        memset(hidden, false, sizeof hidden);
         for (auto& each : fibers) {
             each.stack.resize(1 << 17);
             getcontext(&each.context);

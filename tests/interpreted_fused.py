@@ -5,14 +5,15 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from nestling.fused import Fused, launch, proof
+from nestling.fused import Fused, Kept, launch, proof
 from nestling.fused.aside import Aside
 from nestling.fused.forward import Unit
-from nestling.fused.functions import Norm, NormRelu, NormReluConv
+from nestling.fused.functions import Done, NormRelu, NormReluConv, Weight
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
 from nestling.recipe import NetworkRecipe
@@ -41,12 +42,10 @@ def handed_on() -> int:
     z_laid = z.contiguous(memory_format=torch.channels_last)
     weight = torch.randn(8, 8, 3, 3, requires_grad=True)
     shadow = weight.detach().permute(0, 2, 3, 1).reshape(-1)
-    moments = launch.moments_of(z_laid.detach())
-    norm = Norm(None, 0.1, 1e-5)
-    *_, first = NormRelu.apply(z_laid, moments, gamma, beta, norm)
-    *_, second = NormReluConv.apply(
-        first, moments, gamma, beta, weight, shadow, None, None, norm, False, Aside(z.device)
-    )
+    done = Done(z_laid.detach(), torch.ones(4, 8), torch.zeros_like(z_laid), torch.zeros_like(z_laid))
+    *_, first = NormRelu.apply(z_laid, gamma, beta, done)
+    laid = Weight(shadow, None, Aside(z.device))
+    *_, second = NormReluConv.apply(first, gamma, beta, weight, None, done, laid)
     found = torch.autograd.grad((3 * second).sum(), (z, gamma, weight), materialize_grads=True)
     for a, expected in zip(found, (3.0, 0.0, 0.0), strict=True):
         torch.testing.assert_close(a, torch.full_like(a, expected))
@@ -62,9 +61,11 @@ def proofs() -> int:
         for normed, adds, moments in itertools.product((False, True), repeat=3):
             assert proof.conv_agrees(like, cout, tiles, normed, adds, moments)
             held += 1
-        assert proof.back_agrees(like, cout, tiles)
-        assert proof.weight_agrees(like, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
-        held += 2
+        for before in (like_of(like, cout), like_of(like, cout + 8)[:, :cout]):
+            assert proof.back_agrees(like, before, tiles)
+        for wide in (like, like_of(like, 24)[:, :8]):
+            assert proof.weight_agrees(wide, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
+        held += 4
     held += sum(cuts(channels, side) for channels, side in SHAPES) + stems(like)
     image = proof.random_image(like, 8, 0)
     found = launch.moments_of(image)
@@ -72,6 +73,10 @@ def proofs() -> int:
     for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
         assert not proof.moments_agree(wrong, image)
     return held + 3
+
+
+def like_of(like: Tensor, channels: int) -> Tensor:
+    return torch.empty(len(like), channels, *like.shape[2:]).contiguous(memory_format=torch.channels_last)
 
 
 def stems(like: torch.Tensor) -> int:
@@ -88,9 +93,11 @@ def cuts(channels: int, side: int) -> int:
     like, pixels = torch.empty(2, channels, 16, 16).contiguous(memory_format=torch.channels_last), 128 * side**2
     tiles = [launch.conv_tiles(pixels, channels, channels, back) for back in (False, True)]
     assert proof.conv_agrees(like, channels, tiles[0], normed=True, adds=True, moments=True)
-    assert proof.back_agrees(like, channels, tiles[1])
-    assert proof.weight_agrees(like, channels, launch.weight_splits(pixels, channels, channels))
-    return 3
+    assert proof.back_agrees(like, like, tiles[1])
+    splits = launch.weight_splits(pixels, channels, channels)
+    assert proof.weight_agrees(like, channels, splits)
+    assert proof.weight_agrees(like_of(like, 2 * channels)[:, :channels], channels, splits)
+    return 4
 
 
 def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
@@ -110,6 +117,24 @@ def compare(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
             held += 1
     for a, b in zip(net.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        held += 1
+    return held + (known_already(net, fused, x, y) if 0 < stage < net.plan.answering[-1] else 0)
+
+
+def known_already(net: NestedNet, fused: Fused, x: Tensor, y: Tensor) -> int:
+    """A subnetwork that finds its images among the whole network's: same answers and gradients, no convolution done twice."""
+    kept = Kept()
+    Fused(within(net, net.plan.answering[-1]), torch.float32)(x, kept=kept)
+    with mock.patch.object(launch, "finish_moments", wraps=launch.finish_moments) as computed:
+        found = fused(x, known=kept)
+    units = [unit for unit in fused.items if isinstance(unit, Unit)]
+    own = [unit for unit in units if (unit.norm.name, unit.gives) not in kept.units]
+    assert computed.call_count == len(own) < len(units)
+    held = 0
+    alone = fused(x)
+    pairs = zip((*found, *gradients(found, fused.net, y)), (*alone, *gradients(alone, fused.net, y)), strict=True)
+    for a, b in ((one.detach(), other.detach()) for one, other in pairs):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
         held += 1
     return held
 

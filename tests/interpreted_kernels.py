@@ -50,17 +50,24 @@ def main() -> None:
             g = torch.Generator().manual_seed(size)
             jac = torch.randn(tasks, size + shift, generator=g)[:, shift:]
             p = torch.zeros(size, requires_grad=True)
-            rows = Accumulator(p_list := [p], OSGD())
-            rows.add([(row * p).sum() for row in jac])
-            rows.stored = [[row.clone() if not shift else torch.cat([row[:1], row])[1:]] for row in jac]
+            taken = Accumulator(p_list := [p], OSGD())
+            taken.add([(row * p).sum() for row in jac])
+            taken.stored = [[row.clone() if not shift else torch.cat([row[:1], row])[1:]] for row in jac]
             pretend()
-            report = rows.fill()
+            report = taken.fill()
             kernels.usable = plain
             gram = jac.double() @ jac.double().T
             assert report.gram is not None and report.weights is not None and p_list[0].grad is not None
             torch.testing.assert_close(report.gram[0], gram)
             torch.testing.assert_close(p.grad, (report.weights[0] @ jac.double()).float())
             done += 1
+    for tasks in (1, 3, 5):
+        rows = torch.randn(tasks, 2 * kernels.SPAN, generator=torch.Generator().manual_seed(tasks))
+        wide, known = rows.double(), torch.arange(1.0, tasks + 1)
+        torch.testing.assert_close(kernels.gram_of_matrix(rows).sum(0), wide @ wide.T, rtol=1e-12, atol=1e-12)
+        kernels.update_of_matrix(rows, known, out := torch.empty(2 * kernels.SPAN))
+        torch.testing.assert_close(out, known @ rows)
+        done += 1
     assert gpu.runs(torch.empty(8, 12, 3, 3)[2:6, :7]) == (63, 108)
     assert gpu.runs(torch.empty(4, 6, 5)[:2, :3, :4]) is None
     print(f"{done} comparisons held")

@@ -16,7 +16,7 @@ import torch
 from test_gradients import batch, losses_of, make
 
 from nestling.combine import OSGD
-from nestling.fused import Fused, cuda, launch, narrow, proof
+from nestling.fused import Fused, cuda, hopper, launch, narrow, proof
 from nestling.gradients import Accumulator, kernels
 from nestling.nets import build
 from nestling.nets.within import within
@@ -125,7 +125,7 @@ def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
     made: list[dict[str, int]] = []
     folders = [tmp_path]
 
-    def compiled(architecture: str, **sizes: int) -> bytes:
+    def compiled(file: str, architecture: str, **sizes: int) -> bytes:
         made.append(sizes)
         return b"good"
 
@@ -143,7 +143,7 @@ def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
 
     def start() -> int:
         cuda.kernel.cache_clear()  # as a new process
-        cuda.kernel(torch.device("cuda"), "conv", 128, 1024, (("CIN", 8),))
+        cuda.kernel(torch.device("cuda"), "conv.cu", "conv", 128, 1024, (("CIN", 8),))
         return len(made)
 
     assert [start(), start()] == [1, 1], "found again"
@@ -167,22 +167,34 @@ def test_a_kernel_in_cuda_c_that_cannot_be_had_leaves_it_to_triton() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_conv_cu_compiles_for_shapes_of_every_kind(chip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chip", "room"), [("sm_80", 163), ("sm_90a", 227)])
+def test_kernels_in_cuda_c_compile_for_shapes_of_every_kind(
+    chip: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if cuda.nvrtc() is None:
         pytest.skip("NVRTC is not installed")
     found: dict[Any, int] = {}
 
-    def kernel(device: torch.device, name: str, threads: int, shared: int, sizes: Any) -> Callable[..., None]:
-        found[sizes] = shared
-        return lambda *args: None
+    def kernel(
+        device: torch.device, file: str, name: str, threads: int, shared: int, sizes: Any
+    ) -> Callable[..., None]:
+        found[file, sizes] = shared
+        return lambda *args, layers=1: None
+
+    def image(channels: int, side: int) -> torch.Tensor:
+        return torch.empty(4, channels, side, side).contiguous(memory_format=torch.channels_last)
 
     monkeypatch.setattr(cuda, "kernel", kernel)
-    for cin, cout, side in ((8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)):
-        x, y, numbers = torch.empty(1, cin, side, side), torch.empty(1, cout, side, side), torch.empty(1)
-        for back in (None, y):
-            narrow.conv(x, numbers, y, numbers, numbers, narrow.conv_blocks(side, cout), z=back)
-        narrow.weight_gradient(x, y, numbers, narrow.weight_blocks(1, side, cout))
-    assert len(found) == 18 and max(found.values()) < CHIPS[chip] * 1024
-    for sizes in found:
-        assert cuda.compiled(f"sm_{chip}", **dict(sizes))[:4] == b"\x7fELF"
+    shapes = [(8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)]
+    wide = [(32, 32, 32), (64, 64, 16), (128, 128, 8), (32, 64, 32), (64, 128, 16), (64, 64, 8), (32, 32, 16)]
+    choices: list[Any] = [(s, narrow.conv_blocks(s[2], s[1]), narrow.weight_blocks(4, s[2], s[1])) for s in shapes]
+    if chip == "sm_90a":
+        choices += [(s, hopper.conv_patches(s[2], *s[:2]), hopper.weight_patches(4, s[2], *s[:2])) for s in wide]
+    for (cin, cout, side), blocks, splits in choices:
+        x, y, numbers = image(cin, side), image(cout, side), torch.empty(1)
+        blocks.conv(x, numbers, y, numbers, numbers, h=x)
+        blocks.conv(x, numbers, y, numbers, numbers, z=y)
+        splits.weight_gradients([x], [y], [numbers])
+    assert len(found) == 3 * len(choices) and max(found.values()) < room * 1024
+    for file, sizes in found:
+        assert cuda.compiled(file, chip, **dict(sizes))[:4] == b"\x7fELF"

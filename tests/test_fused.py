@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import Fused, launch, narrow, proof, suits
+from nestling.fused import Fused, hopper, launch, narrow, proof, suits
 from nestling.fused.aside import Aside, Joined
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
@@ -40,7 +40,7 @@ CIFAR = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["interpreted_fused.py", "emulated_narrow.py"])
+@pytest.mark.parametrize("script", ["interpreted_fused.py", "emulated_convs.py"])
 def test_kernels_run_on_a_cpu_compute_what_they_should(script: str) -> None:
     pytest.importorskip("triton")
     if script.startswith("emulated") and not shutil.which("g++"):
@@ -190,27 +190,23 @@ class Lane:
         yield
 
 
-def test_what_runs_aside_follows_the_pass_at_most_four_layers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_aside_follows_the_pass_at_most_two_groups_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     main, side = Lane("main", notes), Lane("side", notes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", side.entered)
     aside = Aside(torch.device("cpu"))
-    assert aside.run(torch.neg, torch.ones(1)) == -1 and notes == [], "on a CPU in its turn"
     aside.stream = side  # type: ignore[assignment]
-    for layer in range(6):
-        assert aside.run(torch.neg, torch.tensor(float(layer))) == -layer
-    assert notes == ["side after main", "in side"] * 5 + ["main after 1"] + [
-        "side after main",
-        "in side",
-        "main after 2",
-    ]
-    assert [float(read) for _, (read,) in aside.held] == [2, 3, 4, 5], "held until they have been read"
+    for layer in range(32):
+        aside.together(lambda items: notes.append(f"done {items[0]} to {items[-1]}"), layer)
+    groups = [["side after main", "in side", f"done {i} to {i + 7}"] for i in (0, 8, 16, 24)]
+    assert notes == [*groups[0], *groups[1], *groups[2], "main after 1", *groups[3], "main after 2"]
+    assert [items[0] for _, items in aside.held] == [16, 24], "held until they have been read"
     notes.clear()
-    aside.together(lambda items: notes.append(f"sums of {items}"), 7)
+    aside.together(lambda items: notes.append(f"done {items}"), 32)
     aside.join()
     aside.join()
-    assert notes == ["in side", "sums of [7]", "main after side"] and not aside.held
+    assert notes == ["side after main", "in side", "done [32]", "main after 3", "main after side"] and not aside.held
 
 
 def test_what_a_broken_pass_left_is_not_done_by_the_next() -> None:
@@ -230,7 +226,7 @@ def test_anomaly_detection_sees_finished_gradients() -> None:
     assert done == [[1]]
 
 
-def test_sums_of_one_kind_are_made_together_and_at_the_latest_when_joined() -> None:
+def test_items_of_one_kind_are_done_together_and_at_the_latest_when_joined() -> None:
     done: list[list[int]] = []
     aside = Aside(torch.device("cpu"))
     for item in range(11):
@@ -335,19 +331,18 @@ SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (3
 @pytest.mark.parametrize(("channels", "side"), SHAPES)
 def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
     like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
-    pixels, few = 128 * side**2, channels in narrow.CHANNELS
+    like = like.contiguous(memory_format=torch.channels_last)
     tiles, back_tiles, splits = (
         proof.tiles(like, channels, normed=True),
-        proof.back_tiles(like, channels),
+        proof.back_tiles(like, like),
         proof.splits(like, channels),
     )
     told = "right, but not the fastest: this compiler gets the fastest choice wrong"
-    blocks = narrow.conv_blocks(side, channels)
-    assert tiles == (blocks if few else conv_tiles(pixels, channels, channels)), told
-    assert back_tiles == (blocks if few else conv_tiles(pixels, channels, channels, back=True)), told
-    assert splits == (
-        narrow.weight_blocks(128, side, channels) if few else weight_splits(pixels, channels, channels)
-    ), told
+    assert tiles == proof.conv_choices(like, channels, normed=True)[0], told
+    assert back_tiles == proof.back_choices(like, channels)[0], told
+    assert splits == proof.split_choices(like, channels)[0], told
+    in_cuda = narrow.CHANNELS + (hopper.CHANNELS if hopper.runs_on(like.device) else ())
+    assert all(isinstance(each, launch.InCuda) == (channels in in_cuda) for each in (tiles, back_tiles, splits))
     for seed in range(3):  # other numbers than the proof's own
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)

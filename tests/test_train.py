@@ -315,6 +315,22 @@ def test_flat_rows_see_what_float32_would_miss() -> None:
     assert torch.allclose(rows.gram()[0], exact, rtol=1e-7)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_rows_are_multiplied_as_they_are_where_the_network_trains_in_bfloat16(device: str) -> None:
+    from nestling.combine import OSGD
+    from nestling.train.tasks import Tasks
+
+    net = build(NetworkRecipe(name="width-resnet42", blocks=(1, 1, 1), widths=(8, 16, 16))).train().to(device)
+    tasks = Tasks(net, OSGD(), TrainRecipe(precision="bfloat16"), compiled=False)
+    x, y = torch.randn(8, 3, 32, 32, device=device), torch.arange(8, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        _, report = tasks(x, y)
+    rows = tasks.rows.dense.double()
+    assert report.gram is not None and report.weights is not None
+    torch.testing.assert_close(report.gram[0], rows @ rows.T, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(tasks.rows.update.double(), report.weights[0].double() @ rows, rtol=1e-5, atol=1e-9)
+
+
 def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     """torchrun with two processes: the ranks end bitwise equal, and equal to one process on the joined batch.
 

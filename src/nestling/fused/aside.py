@@ -1,7 +1,8 @@
 """Weight gradients beside the backward pass: no kernel of it waits for them, so they fill what it leaves of the chip.
 
-In: work and what it reads. Out: its result, good on the pass's own stream from `Joined` on. Bits do not depend on it. Results lie
-in the side stream's memory; they may be freed at any time, since whatever runs there next waits for those who used them.
+In: work, and items for it. Several items of one kind are done at once: a layer alone would not fill the chip, or would have to
+be cut into so many parts that adding them up costs as much as making them. Results are good on the pass's own stream from
+`Joined` on. Bits do not depend on it.
 """
 
 from collections import deque
@@ -12,46 +13,46 @@ import torch
 from torch import Tensor
 
 PREFERRED = -1  # priority of the streams that a step waits for: what runs aside takes only what they leave
-TOGETHER = 8  # sums of one kind that are made by one launch
-AHEAD = 4  # layers by which the pass may be ahead: what their gradients read cannot be freed before
+TOGETHER = 8  # items done at once: as many as a launch is given (numbers.cuh)
+AHEAD = 2  # of such groups by which the pass may be ahead: what they read cannot be freed before
 
 
 class Aside:
-    """A stream beside the one a backward pass runs on; on a CPU everything is done in its turn."""
+    """A stream beside the one a backward pass runs on; on a CPU everything is done there, but at the same times."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.held: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
+        self.held: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
         self.waiting: list[Any] = []
+        self.work: Callable[[list[Any]], None] | None = None
         self.kind: tuple[Any, ...] = ()
 
-    def run(self, work: Callable[..., Any], *reads: Any) -> Any:
-        if self.stream is None:
-            return work(*reads)
-        main = torch.cuda.current_stream()
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            found = work(*reads)
-        self.held.append((self.stream.record_event(), reads))
-        if len(self.held) > AHEAD:
-            main.wait_event(self.held[0][0])
-            self.held.popleft()
-        return found
-
     def together(self, work: Callable[[list[Any]], None], item: Any, *kind: Any) -> None:
-        """Work on results of `run` that may wait until there are more of its kind, or for `join`: one launch for many."""
-        if self.waiting and (len(self.waiting) == TOGETHER or self.kind != (work, *kind)):
+        """Work on what there is now; it may wait until there are more items of its kind, or for `join`."""
+        if self.kind != kind:
             self.flush()
+        self.work, self.kind = work, kind
         self.waiting.append(item)
-        self.kind = (work, *kind)
+        if len(self.waiting) == TOGETHER:
+            self.flush()
         if torch.is_anomaly_enabled():  # then autograd looks at every result at once
             self.join()
 
     def flush(self) -> None:
-        if self.waiting:
-            with torch.cuda.stream(self.stream):  # none: nothing changes
-                self.kind[0](self.waiting)
-            self.waiting = []
+        items, self.waiting = self.waiting, []
+        if not items or self.work is None:
+            return
+        if self.stream is None:
+            self.work(items)
+            return
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            self.work(items)
+        self.held.append((self.stream.record_event(), items))
+        if len(self.held) > AHEAD:
+            main.wait_event(self.held[0][0])
+            self.held.popleft()
 
     def join(self) -> None:
         """From here on the current stream may use everything, and what was read may go."""

@@ -1,6 +1,7 @@
-// What a chip does for conv.cu, one instruction each; tests/emulated.hpp does the same on a CPU, for tests.
+// What a chip does for conv.cu and hopper.cu, one instruction each; tests/emulated.hpp does the same on a CPU, for tests.
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -50,11 +51,79 @@ __device__ __forceinline__ u32 rounded(float low, float high) {
     return pair;
 }
 
-__device__ __forceinline__ float relu(float x) {  // not a number stays so: a run that diverges must not look well
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.0f));
-    return y;
+// The same, zeros where they are negative; not a number stays so: a run that diverges must not look well
+__device__ __forceinline__ u32 rounded_relu(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
 // What the lane has whose number differs in one bit
 __device__ __forceinline__ float across(float x, int bit) { return __shfl_xor_sync(~0u, x, bit); }
+
+// --- Hopper ---
+
+// A number that is the same for all lanes, so that the compiler knows
+__device__ __forceinline__ u32 of_the_warp(u32 x) { return __shfl_sync(~0u, x, 0); }
+
+// Four 8x8 matrices into shared memory, as load4 reads them
+__device__ __forceinline__ void put4(u32 row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Read now, though it is needed later
+__device__ __forceinline__ uint4 fetched(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+// Products of matrices in shared memory, by the four warps of a group, behind the program's back. A matrix there is lines of BYTES
+// (32, 64, 128), eight of them one after another, `next` bytes on the next eight, and if a line is not long enough `beside` bytes on
+// the other half. A chunk of 16 bytes is where its number, xor bits 7, 8, 9 of the address (as many as a line's chunks need), says.
+template <int BYTES> __device__ __forceinline__ u64 matrix(u32 at, u32 next, u32 beside = 16) {
+    return (u64)(at >> 4) | (u64)(beside >> 4) << 16 | (u64)(next >> 4) << 32 | (BYTES == 128 ? 1ull : BYTES == 64 ? 2ull : 3ull) << 62;
+}
+
+// From here on products see what this thread has put or copied into shared memory
+__device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_of_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+}
+
+// sum (64, n) += a (64, 16) times b (16, n), of n = 64, 32, 16. Lines run along the sum: a has 64 of them, b, transposed, n. If TURNED
+// they run across it, and are 16. A warp has 16 rows of the sum; a lane of each 8 columns two, in rows lane / 4 and lane / 4 + 8.
+template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void multiply64(float (&sum)[32], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred yes;\nsetp.eq.u32 yes, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+        "%32, %33, yes, 1, 1, %34, %35;\n}\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
+          "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]),
+          "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]),
+          "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]), "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31])
+        : "l"(a), "l"(b), "n"((int)TURNED_A), "n"((int)TURNED_B));
+}
+template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void multiply64(float (&sum)[16], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred yes;\nsetp.eq.u32 yes, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+        "%16, %17, yes, 1, 1, %18, %19;\n}\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7]),
+          "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15])
+        : "l"(a), "l"(b), "n"((int)TURNED_A), "n"((int)TURNED_B));
+}
+template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void multiply64(float (&sum)[8], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred yes;\nsetp.eq.u32 yes, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+        "%8, %9, yes, 1, 1, %10, %11;\n}\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])
+        : "l"(a), "l"(b), "n"((int)TURNED_A), "n"((int)TURNED_B));
+}

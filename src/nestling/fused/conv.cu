@@ -1,6 +1,6 @@
 // 3x3 convolutions of channels-last bf16 images of few channels, and the gradients of their weights. See narrow.py.
 //
-// Compiled for one shape at a time: CIN, COUT, SIDE of an image, ROWS that a block makes, WARPS of it, RESIDENT blocks of a
+// Compiled for one shape at a time: CIN, COUT, SIDE of an image (and Z or X, channels of the one whose first are read), ROWS that a block makes, WARPS of it, RESIDENT blocks of a
 // processor. A block reads its rows of pixels and one row above and below once, into shared memory, where all nine taps find
 // them. There a pixel is a run of chunks of eight channels (16 bytes), in an order that depends on the pixel, so that eight
 // neighbours are never in the same banks. All sums are made in a fixed order: same input, same bits.
@@ -11,54 +11,43 @@ constexpr int PIXELS = ROWS * SIDE;               // that a block makes
 constexpr int THREADS = 32 * WARPS;
 static_assert(SIDE % ROWS == 0 && SIDE % 8 == 0 && 32 % CIN == 0 && 32 % COUT == 0 && CIN >= 8 && COUT >= 8, "shape");
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-// Sums over the eight lanes that have a column of a product in common, always in the same order
-__device__ __forceinline__ float over_rows(float x) {
-#pragma unroll
-    for (int bit = 4; bit < 32; bit *= 2) x += across(x, bit);
-    return x;
-}
-
 // Where a chunk of a pixel of C channels is, in bytes from the first
-template <int C> __device__ __forceinline__ u32 place(int spot, int chunk) {
+template <int C> __device__ __forceinline__ u32 place(u32 spot, u32 chunk) {
     return spot * (C * 2) + ((chunk ^ (spot / (64 / C) & (C / 8 - 1))) << 4);
 }
 
 // The spot of a pixel of this block's under the first of the nine taps
-__device__ __forceinline__ int corner_of(int pixel) { return pixel / SIDE * PITCH + pixel % SIDE; }
+__device__ __forceinline__ u32 corner_of(u32 pixel) { return pixel / SIDE * PITCH + pixel % SIDE; }
 
 // The chunks of a tile, dealt out to the threads, so many to each
 template <int C> constexpr int TURNS = (TALL * SIDE * (C / 8) + THREADS - 1) / THREADS;
 
 struct Chunk {
     bool there, inside, mine;  // in the tile? in the image? of a pixel that this block makes?
-    u32 place;                 // in the tile
-    long number;               // in global memory
+    u32 place, number;         // in the tile, in global memory
 };
 
-template <int C> __device__ __forceinline__ Chunk chunk_of(int turn, int block) {
+template <int C, int ALL> __device__ __forceinline__ Chunk chunk_of(int turn, u32 block) {
     constexpr int CHUNKS = C / 8, BLOCKS = SIDE / ROWS;
-    int i = threadIdx.x + turn * THREADS, chunk = i % CHUNKS, column = i / CHUNKS % SIDE, row = i / CHUNKS / SIDE;
-    int y = block % BLOCKS * ROWS + row - 1;
-    bool there = i < TALL * SIDE * CHUNKS, inside = there && y >= 0 && y < SIDE;
-    long number = ((long)(block / BLOCKS * SIDE + y) * SIDE + column) * CHUNKS + chunk;
+    u32 i = threadIdx.x + turn * THREADS, chunk = i % CHUNKS, column = i / CHUNKS % SIDE, row = i / CHUNKS / SIDE;
+    u32 y = block % BLOCKS * ROWS + row - 1;  // above the image it is larger than any
+    bool there = i < TALL * SIDE * CHUNKS, inside = there && y < SIDE;
+    u32 number = ((block / BLOCKS * SIDE + y) * SIDE + column) * (ALL / 8) + chunk;
     return {there, inside, inside && row > 0 && row <= ROWS, place<C>(row * PITCH + column + 1, chunk), number};
 }
 
-template <int C> __device__ __forceinline__ void fetch_tile(u32 tile, const uint4* x, int block) {
+template <int C, int ALL> __device__ __forceinline__ void fetch_tile(u32 tile, const uint4* x, u32 block) {
 #pragma unroll 4
     for (int turn = 0; turn < TURNS<C>; turn++) {
-        Chunk at = chunk_of<C>(turn, block);
+        Chunk at = chunk_of<C, ALL>(turn, block);
         if (at.there) copy_later(tile + at.place, x + (at.inside ? at.number : 0), at.inside);
     }
 }
 
 // Zeros left and right of every row of a tile
 template <int C> __device__ __forceinline__ void clear_border(u32 tile) {
-    for (int i = threadIdx.x; i < TALL * 2 * (C / 8); i += THREADS) {
-        int chunk = i % (C / 8), side = i / (C / 8) % 2, row = i / (C / 8) / 2;
+    for (u32 i = threadIdx.x; i < TALL * 2 * (C / 8); i += THREADS) {
+        u32 chunk = i % (C / 8), side = i / (C / 8) % 2, row = i / (C / 8) / 2;
         put(tile + place<C>(row * PITCH + side * (SIDE + 1), chunk), make_uint4(0, 0, 0, 0));
     }
 }
@@ -75,7 +64,7 @@ constexpr int LINE_CHUNKS = 9 * INNER / 8, STRIDE = (LINE_CHUNKS | 1) * 16;  // 
 static_assert(PIXELS % (16 * WARPS) == 0 && THREADS % CHUNKS == 0, "warps");
 
 // The column of the product that makes a channel: so that a lane ends up with 2 * RUN neighbouring channels, not with pairs
-__device__ __forceinline__ int column_of(int channel) {
+__device__ __forceinline__ u32 column_of(u32 channel) {
     return channel % (2 * RUN) / 2 * 8 + channel / (2 * RUN) * 2 + channel % 2;
 }
 
@@ -88,20 +77,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     extern __shared__ __align__(128) unsigned char memory[];
     const u32 tile = shared_address(memory), weights = tile + SPOTS * CIN * 2, other = weights + LINES * STRIDE;
     float* gathered = (float*)memory;  // (2, WARPS, COUT), where the tile was
-    const int block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
 #if BACK
-    fetch_tile<CIN>(tile, x, block);
+    fetch_tile<CIN, CIN>(tile, x, block);
     constexpr int SHARE = (LINES * LINE_CHUNKS + THREADS - 1) / THREADS;
     uint4 got[SHARE];  // all reads are under way before the first is waited for
 #pragma unroll
     for (int turn = 0; turn < SHARE; turn++) {
-        int i = threadIdx.x + turn * THREADS;
+        u32 i = threadIdx.x + turn * THREADS;
         if (i < LINES * LINE_CHUNKS) got[turn] = ((const uint4*)w)[i];
     }
 #pragma unroll
     for (int turn = 0; turn < SHARE; turn++) {
-        int i = threadIdx.x + turn * THREADS;
+        u32 i = threadIdx.x + turn * THREADS;
         u32 to = weights + i / LINE_CHUNKS * STRIDE + i % LINE_CHUNKS / RUN * INNER * 2;
         const u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
         if (i < LINES * LINE_CHUNKS)
@@ -109,28 +98,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             for (int k = 0; k < 4; k++) put(to + column_of(i % RUN * 8 + 2 * k) * 2, pairs[k]);
     }
 #else
-    for (int i = threadIdx.x; i < LINES * LINE_CHUNKS; i += THREADS)
+    for (u32 i = threadIdx.x; i < LINES * LINE_CHUNKS; i += THREADS)
         copy_later(weights + column_of(i / LINE_CHUNKS) * STRIDE + i % LINE_CHUNKS * 16, (const uint4*)w + i, true);
     {
         uint4 got[TURNS<CIN>];
 #pragma unroll
         for (int turn = 0; turn < TURNS<CIN>; turn++) {
-            Chunk at = chunk_of<CIN>(turn, block);
+            Chunk at = chunk_of<CIN, CIN>(turn, block);
             got[turn] = at.inside ? x[at.number] : make_uint4(0, 0, 0, 0);
         }
         float scale[8], shift[8];
-        const int channel = threadIdx.x % CHUNKS * 8;  // the same in every turn
+        const u32 channel = threadIdx.x % CHUNKS * 8;  // the same in every turn
 #pragma unroll
         for (int c = 0; c < 8; c++) scale[c] = affine[channel + c], shift[c] = affine[CIN + channel + c];
 #pragma unroll
         for (int turn = 0; turn < TURNS<CIN>; turn++) {
-            Chunk at = chunk_of<CIN>(turn, block);
+            Chunk at = chunk_of<CIN, CIN>(turn, block);
             u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
             if (at.inside)
 #pragma unroll
                 for (int k = 0; k < 4; k++)
-                    pairs[k] = rounded(relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k])),
-                                       relu(fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1])));
+                    pairs[k] = rounded_relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k]),
+                                            fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1]));
             uint4 normed = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             if (at.mine) h[at.number] = normed;
             if (at.there) put(tile + at.place, normed);
@@ -140,14 +129,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     clear_border<CIN>(tile);
     end_of_copies();
     const uint4* later = (const uint4*)(BACK ? z : shortcut);  // needed at the end, fetched meanwhile
-    for (int i = threadIdx.x; later && i < PIXELS * COUT / 8; i += THREADS)
-        copy_later(other + i * 16, later + (long)block * (PIXELS * COUT / 8) + i, true);
+    for (u32 i = threadIdx.x; later && i < PIXELS * COUT / 8; i += THREADS)
+        copy_later(other + i * 16, later + (block * PIXELS + i / (COUT / 8)) * (Z / 8) + i % (COUT / 8), true);
     end_of_copies();
     wait_for_copies<1>();
     __syncthreads();
 
     float sum[TILES][RUN][4];
-    int corner[TILES];
+    u32 corner[TILES];
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
         corner[m] = corner_of((warp * TILES + m) * 16 + lane % 16);
@@ -158,21 +147,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     }
     // A step is 16 rows of the product, 16 channels under one tap; of 8 channels it is two taps, and one tap is left at the end.
     constexpr int STEPS = 9 * CIN / 16, LAST = 9 * CHUNKS - 1;
-    const int half = lane / 16;
+    const u32 half = lane / 16;
 #pragma unroll
     for (int step = 0; step < STEPS + (CIN == 8); step++) {
-        int mine = min(2 * step + half, LAST), tap = mine / CHUNKS;  // chunk of the product's rows that this lane reads
+        u32 mine = min(2 * step + half, (u32)LAST), tap = mine / CHUNKS;  // chunk of the product's rows that this lane reads
         u32 a[TILES][4], b[RUN][2];
 #pragma unroll
         for (int m = 0; m < TILES; m++)
             load4(a[m], tile + place<CIN>(corner[m] + tap / 3 * PITCH + tap % 3, mine % CHUNKS));
-        int rows = min(2 * step + lane / 8 % 2, LAST);
+        u32 rows = min(2 * step + lane / 8 % 2, (u32)LAST);
 #pragma unroll
         for (int n = 0; n < RUN; n += 2) {  // two tiles at once; an only one is read twice
-            int beside = RUN > 1 ? n + half : n;
+            u32 beside = RUN > 1 ? n + half : n;
             u32 got[4];
 #if BACK
-            int line = rows % CHUNKS * 8 + lane % 8;
+            u32 line = rows % CHUNKS * 8 + lane % 8;
             load4_turned(got, weights + line * STRIDE + (8 - rows / CHUNKS) * INNER * 2 + beside * 16);
 #else
             load4(got, weights + (beside * 8 + lane % 8) * STRIDE + rows * 16);
@@ -192,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     __syncthreads();  // from here on nobody reads the tile
 
     // A lane has rows lane / 4 and lane / 4 + 8 of each tile.
-    const int channel = lane % 4 * 2 * RUN;
+    const u32 channel = lane % 4 * 2 * RUN;
     float one[2 * RUN], two[2 * RUN];
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++) one[c] = two[c] = 0;
@@ -200,14 +189,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     float scale[2 * RUN], shift[2 * RUN], mean[2 * RUN];
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++)
-        scale[c] = affine[channel + c], shift[c] = affine[COUT + channel + c], mean[c] = affine[2 * COUT + channel + c];
+        scale[c] = affine[channel + c], shift[c] = affine[Z + channel + c], mean[c] = affine[2 * Z + channel + c];
 #endif
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
-            long at = ((long)block * PIXELS + (warp * TILES + m) * 16 + lane / 4 + 8 * lower) * COUT + channel;
-            Pairs<RUN> out, fetched = *(const Pairs<RUN>*)(memory + (other - tile) + (at - (long)block * PIXELS * COUT) * 2);
+            u32 at = (block * PIXELS + (warp * TILES + m) * 16 + lane / 4 + 8 * lower) * COUT + channel;
+            Pairs<RUN> out, fetched = *(const Pairs<RUN>*)(memory + (other - tile) + (at - block * PIXELS * COUT) * 2);
 #pragma unroll
             for (int c = 0; c < 2 * RUN; c++) {
                 float& v = sum[m][c / 2][2 * lower + c % 2];
@@ -252,12 +241,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     }
     __syncthreads();
     if (threadIdx.x < COUT) {
-        const int c = threadIdx.x;
+        const u32 c = threadIdx.x;
         float one = 0, two = 0;
 #pragma unroll
         for (int m = 0; m < WARPS; m++) one += gathered[m * COUT + c], two += gathered[(WARPS + m) * COUT + c];
 #if BACK
-        two *= affine[3 * COUT + c];
+        two *= affine[3 * Z + c];
 #else
         one /= WARPS;
 #pragma unroll
@@ -266,13 +255,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             two = fmaf(off * (TILES * 16), off, two);
         }
 #endif
-        moments[(long)c * blocks + block] = one;
-        moments[(long)(COUT + c) * blocks + block] = two;
+        moments[c * blocks + block] = one;
+        moments[(COUT + c) * blocks + block] = two;
     }
 }
 
 #else
-// partial[block, o, tap, i] = sum over a block's pixels of dy[pixel, o] * x[pixel + tap, i]. A block makes one tile of pixels after
+// partial[block, o, tap, i] = sum over a block's pixels of dy[pixel, o] * x[pixel + tap, i], of several layers. A block makes one tile of pixels after
 // another, the next being fetched meanwhile. A warp has eight inputs, all outputs, all taps, and its share of the pixels.
 
 constexpr int WARPS_IN = CIN / 8, SHARES = WARPS / WARPS_IN, TILES = COUT < 16 ? 1 : COUT / 16;
@@ -280,15 +269,17 @@ static_assert(WARPS % WARPS_IN == 0 && PIXELS % (16 * SHARES) == 0, "warps");
 constexpr int IMAGE_BYTES = (SPOTS * CIN * 2 + 127) / 128 * 128, STAGE_BYTES = IMAGE_BYTES + PIXELS * COUT * 2;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
-    const uint4* __restrict__ x, const uint4* __restrict__ dy, float* __restrict__ partial, int tiles) {
+    const Images images, const Images gradients, const Sums partials, u32 tiles) {
     extern __shared__ __align__(128) unsigned char memory[];
+    const uint4 *x = images.of[blockIdx.y], *dy = gradients.of[blockIdx.y];
+    float* partial = partials.of[blockIdx.y];
     const u32 stages[2] = {shared_address(memory), shared_address(memory) + STAGE_BYTES};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, input = warp % WARPS_IN, share = warp / WARPS_IN;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, input = warp % WARPS_IN, share = warp / WARPS_IN;
 
-    auto fetch = [&](int number, u32 tile) {
-        fetch_tile<CIN>(tile, x, number);
-        for (int i = threadIdx.x; i < PIXELS * (COUT / 8); i += THREADS)
-            copy_later(tile + IMAGE_BYTES + place<COUT>(i / (COUT / 8), i % (COUT / 8)), dy + (long)number * PIXELS * (COUT / 8) + i, true);
+    auto fetch = [&](u32 number, u32 tile) {
+        fetch_tile<CIN, X>(tile, x, number);
+        for (u32 i = threadIdx.x; i < PIXELS * (COUT / 8); i += THREADS)
+            copy_later(tile + IMAGE_BYTES + place<COUT>(i / (COUT / 8), i % (COUT / 8)), dy + number * PIXELS * (COUT / 8) + i, true);
     };
 
     float sum[TILES][9][4];
@@ -304,25 +295,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
     fetch(blockIdx.x, stages[0]);
     end_of_copies();
     int stage = 0;
-    for (int number = blockIdx.x; number < tiles; number += gridDim.x, stage = 1 - stage) {
+    for (u32 number = blockIdx.x; number < tiles; number += gridDim.x, stage = 1 - stage) {
         wait_for_copies<0>();
         __syncthreads();
         if (number + gridDim.x < tiles) fetch(number + gridDim.x, stage ? stages[0] : stages[1]);
         end_of_copies();
         const u32 tile = stage ? stages[1] : stages[0], gradient = tile + IMAGE_BYTES;
 #pragma unroll 2
-        for (int step = share; step < PIXELS / 16; step += SHARES) {
+        for (u32 step = share; step < PIXELS / 16; step += SHARES) {
             u32 a[TILES][4];
 #pragma unroll
             for (int o = 0; o < TILES; o++) {
-                int pixel = step * 16 + lane % 8 + lane / 16 * 8, chunk = COUT == 8 ? 0 : 2 * o + lane / 8 % 2;
+                u32 pixel = step * 16 + lane % 8 + lane / 16 * 8, chunk = COUT == 8 ? 0 : 2 * o + lane / 8 % 2;
                 load4_turned(a[o], gradient + place<COUT>(pixel, chunk));
                 if (COUT == 8) a[o][1] = a[o][3] = 0;  // the product has 16 outputs
             }
-            const int corner = corner_of(step * 16 + lane % 16);
+            const u32 corner = corner_of(step * 16 + lane % 16);
 #pragma unroll
             for (int tap = 0; tap < 9; tap += 2) {  // two at once, the last one alone
-                int mine = min(tap + lane / 16, 8);
+                u32 mine = min(tap + lane / 16, 8u);
                 u32 b[4];
                 load4_turned(b, tile + place<CIN>(corner + mine / 3 * PITCH + mine % 3, input));
 #pragma unroll
@@ -356,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
         for (int lower = 0; lower < (COUT == 8 ? 1 : 2); lower++)
 #pragma unroll
             for (int tap = 0; tap < 9; tap++) {
-                long line = (long)blockIdx.x * COUT + o * 16 + lane / 4 + 8 * lower;
+                u32 line = blockIdx.x * COUT + o * 16 + lane / 4 + 8 * lower;
                 *(float2*)(partial + (line * 9 + tap) * CIN + input * 8 + lane % 4 * 2) =
                     make_float2(sum[o][tap][2 * lower], sum[o][tap][2 * lower + 1]);
             }

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C (conv.cu): compiled for one shape at a time by NVRTC, which comes with torch, and launched by the driver.
+"""Kernels in CUDA C: compiled for one shape at a time by NVRTC, which comes with torch, and launched by the driver.
 
 Machine code is kept in nestling's cache, so a second start compiles nothing. Where NVRTC is missing or the chip is too old,
 `available` says so, and the Triton kernels do it all. Nothing here knows what a kernel computes.
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
+MOST = 8  # tensors of one kind that a kernel is given at once, as in numbers.cuh
+Argument = Tensor | int | list[Tensor] | None
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -31,8 +33,8 @@ def kernel_folder() -> Path | None:
 
 
 @cache
-def source() -> str:
-    return "".join((HERE / name).read_text() for name in ("chip.cuh", "conv.cu"))
+def source(file: str) -> str:
+    return "".join((HERE / name).read_text() for name in ("chip.cuh", "numbers.cuh", file))
 
 
 @cache
@@ -55,13 +57,18 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and nvrtc() is not None
 
 
-def compiled(architecture: str, **sizes: int) -> bytes:
-    """The machine code of conv.cu for a chip such as sm_90 and a shape."""
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def compiled(file: str, architecture: str, **sizes: int) -> bytes:
+    """The machine code of a file for a chip such as sm_80 and a shape."""
     library, program, length = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     assert library is not None
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in sizes.items())]
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    library.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"conv.cu", 0, None, None)
+    library.nvrtcCreateProgram(ctypes.byref(program), source(file).encode(), file.encode(), 0, None, None)
     failed = library.nvrtcCompileProgram(program, len(options), words)
     kind = "ProgramLog" if failed else "CUBIN"
     getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(length))
@@ -69,17 +76,17 @@ def compiled(architecture: str, **sizes: int) -> bytes:
     getattr(library, f"nvrtcGet{kind}")(program, found)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise RuntimeError(f"NVRTC does not compile conv.cu for {architecture} and {sizes}: {found.value.decode()}")
+        raise RuntimeError(f"NVRTC does not compile {file} for {architecture} and {sizes}: {found.value.decode()}")
     return found.raw
 
 
-def place_of(architecture: str, **sizes: int) -> Path | None:
+def place_of(file: str, architecture: str, **sizes: int) -> Path | None:
     """Where the machine code is kept for all processes of this user."""
     library, folder, major, minor = nvrtc(), kernel_folder(), ctypes.c_int(), ctypes.c_int()
     if library is None or folder is None:
         return None
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    told = f"{architecture} {major.value}.{minor.value} {sorted(sizes.items())} {source()}"
+    told = f"{architecture} {major.value}.{minor.value} {sorted(sizes.items())} {source(file)}"
     return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
 
 
@@ -104,13 +111,13 @@ class Kernel:
         self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()))
         self.check(self.driver.cuFuncSetAttribute(self.function, DYNAMIC_SHARED, shared))
 
-    def __call__(self, blocks: int, *args: Tensor | int | None) -> None:
+    def __call__(self, blocks: int, *args: Argument, layers: int = 1) -> None:
         given = as_c(args)
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.check(
             self.driver.cuLaunchKernel(
-                self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, places, None
+                self.function, blocks, layers, 1, self.threads, 1, 1, self.shared, stream, places, None
             )
         )
 
@@ -121,24 +128,30 @@ class Kernel:
             raise RuntimeError(f"the CUDA driver says: {(said.value or b'error').decode()} ({failed})")
 
 
-def as_c(args: tuple[Tensor | int | None, ...]) -> list[Any]:
-    """Tensors are where they begin, and None is nowhere."""
+def as_c(args: tuple[Argument, ...]) -> list[Any]:
+    """Tensors are where they begin, and None is nowhere; several of them are a struct of MOST."""
     return [
-        ctypes.c_int(each) if isinstance(each, int) else ctypes.c_void_p(None if each is None else each.data_ptr())
+        (ctypes.c_void_p * MOST)(*(tensor.data_ptr() for tensor in each))
+        if isinstance(each, list)
+        else ctypes.c_int(each)
+        if isinstance(each, int)
+        else ctypes.c_void_p(None if each is None else each.data_ptr())
         for each in args
     ]
 
 
 @cache
-def kernel(device: torch.device, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> Kernel:
+def kernel(
+    device: torch.device, file: str, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]
+) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
-    architecture, wanted = f"sm_{major}{minor}", dict(sizes)
-    path = place_of(architecture, **wanted)
+    architecture = f"sm_{major}{minor}{'a' if is_hopper(device) else ''}"  # a: with what only this chip has
+    path = place_of(file, architecture, **dict(sizes))
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the driver needs torch's context, which the first stream makes
         if path is not None and path.is_file():
             with suppress(RuntimeError, OSError):  # damaged: made anew
                 return Kernel(path.read_bytes(), name, threads, shared)
-        code = compiled(architecture, **wanted)
+        code = compiled(file, architecture, **dict(sizes))
         keep(code, path)
         return Kernel(code, name, threads, shared)

@@ -5,16 +5,17 @@ Whatever no kernel fits is computed by the network itself. It knows plans and la
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nestling.fused import launch, narrow
+from nestling.fused import hopper, launch, narrow, proof
 from nestling.fused.aside import Aside, Joined
-from nestling.fused.functions import AddAll, Conv, Fan, Linear, Norm, NormRelu, NormReluConv, Pick, Smaller
+from nestling.fused.functions import AddAll, Back, Conv, Done, Fan, Linear, NormRelu, NormReluConv, Weight
 from nestling.nets import NestedNet
 from nestling.nets.plan import Node, Plan
 
@@ -34,8 +35,8 @@ class Unit:
 Item = Unit | Node
 
 
-def items(plan: Plan) -> list[Item]:
-    """The plan's nodes in order, those that belong together put together."""
+def items(plan: Plan, on_hopper: bool = False) -> list[Item]:
+    """The plan's nodes in order, those that belong together put together. More of them do where hopper.cu runs."""
     readers: dict[str, list[Node]] = defaultdict(list)
     for node in plan.nodes:
         for read in node.reads:
@@ -50,7 +51,7 @@ def items(plan: Plan) -> list[Item]:
             continue
         conv = only(readers[relu.name])
         unit, last = Unit(relu.name, norm), relu
-        if conv is not None and fits_halving(plan, conv):
+        if conv is not None and fits_halving(plan, conv, on_hopper):
             unit, last = Unit(conv.name, norm, conv), conv
         elif conv is not None and fits_conv(plan, conv):
             unit, last = Unit(conv.name, norm, conv), conv
@@ -81,12 +82,13 @@ def fits_conv(plan: Plan, node: Node) -> bool:
     return plain(node) and node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS
 
 
-def fits_halving(plan: Plan, node: Node) -> bool:
-    """A convolution of stride 2 is one of stride 1 of which a quarter is kept: four times the work, which where conv.cu does it
-    is less than cuDNN's many small kernels."""
+def fits_halving(plan: Plan, node: Node, on_hopper: bool) -> bool:
+    """A convolution of stride 2 is one of stride 1 of which a quarter is kept: four times the work, which where kernels in CUDA C
+    do it is less than cuDNN's many small kernels."""
     read = plan.by_name[node.reads[0]]
-    few = node.channels in narrow.CHANNELS and read.channels in narrow.CHANNELS
-    return plain(node, stride=2) and few and read.size in [(side, side) for side in narrow.SIDES]
+    rooms = [narrow.CHANNELS, hopper.CHANNELS] if on_hopper else [narrow.CHANNELS]
+    fits = any(node.channels in room and read.channels in room for room in rooms)
+    return plain(node, stride=2) and fits and read.size in [(side, side) for side in narrow.SIDES]
 
 
 def fits_stem(plan: Plan, node: Node) -> bool:
@@ -135,7 +137,7 @@ def suits(net: NestedNet, batch: int) -> bool:
 
 
 def fits(net: NestedNet, batch: int) -> bool:
-    found = items(net.plan)
+    found = items(net.plan, hopper.runs_on(next(net.parameters()).device))
     units = [item for item in found if isinstance(item, Unit)]
     fused = [unit for unit in units if unit.conv is not None]
     convs = [node for node in net.plan.nodes if node.op == "conv"]
@@ -155,7 +157,7 @@ class Fused:
 
     def __init__(self, net: NestedNet, dtype: torch.dtype = torch.bfloat16) -> None:
         self.net, self.dtype = net, dtype
-        self.items = items(net.plan)
+        self.items = items(net.plan, hopper.runs_on(next(net.parameters()).device))
         self.stems = {node.name for node in net.plan.nodes[1:] if fits_stem(net.plan, node)}
         convs = [item.conv.name for item in self.items if isinstance(item, Unit) and item.conv is not None]
         convs += sorted(self.stems)
@@ -170,7 +172,8 @@ class Fused:
         self.tables = {node.name: self.table(node) for node in picks}
         self.linears = {node.name for node in net.plan.nodes if node.op == "linear" and fits_linear(net, node)}
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, kept: "Kept | None" = None, known: "Kept | None" = None) -> tuple[Tensor, ...]:
+        """The logits. A pass leaves its images in `kept`; that of a subnetwork finds its own among those `known`."""
         self.shadow.refresh()
         layers: list[Any] = [self.net.layer(name) for name in self.shadows]
         weights = dict(zip(self.shadows, Joined.apply(self.aside, *(layer.weight for layer in layers)), strict=True))
@@ -179,64 +182,150 @@ class Fused:
         moments: dict[str, Tensor] = {}
         for item in self.items:
             if isinstance(item, Unit):
-                self.unit(item, values, moments, weights)
+                self.unit(item, values, moments, weights, kept, known)
                 continue
-            got = [values.take(read) for read in item.reads]
-            if fits_sum(self.net.plan, item):
-                out, moments[item.name] = AddAll.apply(item.name in self.measured, *(self.laid(x) for x in got))
-            elif (
-                item.function == "pool2"
-                and item.channels in CHANNELS
-                and got[0].shape[2] % 2 == 0 == got[0].shape[3] % 2
-            ):
-                out = Smaller.apply(self.laid(got[0]), launch.halve, launch.halve_back)
-            elif item.name in self.tables:
-                out = Pick.apply(self.laid(got[0]), *self.tables[item.name])
-            elif item.name in self.stems and not got[0].requires_grad:
-                out, moments[item.name] = Conv.apply(
-                    self.laid(got[0]), weights[item.name], self.shadows[item.name], self.masks[item.name],
-                    item.name in self.measured, self.aside,
-                )  # fmt: skip
-            elif item.name in self.linears:
-                layer: Any = self.net.layer(item.name)
-                out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
-            else:
-                out = self.net.compute(item, got)
+            made = known.image(item) if known is not None else None
+            out = self.node(item, [values.take(read) for read in item.reads], made, moments, weights)
+            if kept is not None:
+                kept.images[item.name] = out.detach()
             # Vectors are short: as float32 they need no casts to and fro for each head and its loss.
             values.put(item.name, out.float() if out.dim() == 2 else out)
         return tuple(values.take(head) for head in self.net.plan.heads)
 
-    def unit(self, unit: Unit, values: "Values", moments: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-        name = unit.norm.reads[0]
-        z = self.laid(values.take(name, norm=True))
-        if name not in moments or not len(moments[name]):
-            moments[name] = launch.moments_of(z.detach())
-        layer: Any = self.net.layer(unit.norm.name)
-        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else None
-        norm = Norm(running, layer.momentum, layer.eps)
-        if unit.conv is None:
-            out, passed = NormRelu.apply(z, moments[name], layer.weight, layer.bias, norm)
+    def node(
+        self,
+        item: Node,
+        got: list[Tensor],
+        made: Tensor | None,
+        moments: dict[str, Tensor],
+        weights: dict[str, Tensor],
+    ) -> Tensor:
+        """A node by itself, by a kernel if one fits; where it is made already, only its way back."""
+        out: Tensor
+        whole = item.channels in CHANNELS and all(side % 2 == 0 for side in got[0].shape[2:])
+        if fits_sum(self.net.plan, item):
+            if made is None:
+                xs = tuple(self.laid(x.detach()) for x in got)
+                made, moments[item.name] = launch.add_all(xs, item.name in self.measured)
+            out = AddAll.apply((made,), *got)
+        elif item.function == "pool2" and whole:
+            made = launch.halve(self.laid(got[0].detach())) if made is None else made
+            out = Back.apply(got[0], (made,), launch.halve_back)
+        elif item.name in self.tables:
+            there, back = self.tables[item.name]
+            made = launch.pick(self.laid(got[0].detach()), there, item.channels) if made is None else made
+            out = Back.apply(got[0], (made,), partial(launch.pick, table=back, channels=got[0].shape[1]))
+        elif item.name in self.stems and not got[0].requires_grad:
+            x, cout, wanted = self.laid(got[0]), item.channels, item.name in self.measured
+            if made is None:
+                tiles = proof.tiles(x, cout, moments=wanted)
+                made, moments[item.name] = launch.conv(x, self.shadows[item.name], cout, moments=wanted, tiles=tiles)
+            out = Conv.apply(x, weights[item.name], (made,), self.laid_weight(item.name))
+        elif item.name in self.linears:
+            layer: Any = self.net.layer(item.name)
+            out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
         else:
-            shortcut = self.laid(values.take(unit.shortcut)) if unit.shortcut else None
-            halving = unit.conv.stride != (1, 1)
-            out, moments[unit.gives], passed = NormReluConv.apply(
-                z, moments[name], layer.weight, layer.bias, weights[unit.conv.name], self.shadows[unit.conv.name],
-                self.masks[unit.conv.name], shortcut, norm, unit.gives in self.measured and not halving, self.aside,
-            )  # fmt: skip
-            out = Smaller.apply(out, launch.thin, launch.thin_back) if halving else out
+            out = self.net.compute(item, got)
+        return out
+
+    def unit(
+        self,
+        unit: Unit,
+        values: "Values",
+        moments: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        kept: "Kept | None",
+        known: "Kept | None",
+    ) -> None:
+        name = unit.norm.reads[0]
+        z = values.take(name, norm=True)
+        shortcut = values.take(unit.shortcut) if unit.shortcut else None
+        halving = unit.conv is not None and unit.conv.stride != (1, 1)
+        done = known.unit(unit) if known is not None else None
+        if done is None:
+            done = self.compute(unit, z.detach(), None if shortcut is None else shortcut.detach(), moments, not halving)
+        layer: Any = self.net.layer(unit.norm.name)
+        if unit.conv is None:
+            out, passed = NormRelu.apply(z, layer.weight, layer.bias, done)
+        else:
+            laid = self.laid_weight(unit.conv.name)
+            weight = weights[unit.conv.name]
+            out, passed = NormReluConv.apply(z, layer.weight, layer.bias, weight, shortcut, done, laid)
+        if halving:
+            made = known.halved(unit) if known is not None else None
+            out = Back.apply(out, (launch.thin(done.y) if made is None else made,), launch.thin_back)
+        if kept is not None:
+            kept.keep(unit, done, out)
         values.put(unit.gives, out)
         values.hand_on(name, passed)
+
+    def compute(
+        self, unit: Unit, z: Tensor, shortcut: Tensor | None, moments: dict[str, Tensor], measured: bool
+    ) -> Done:
+        """A unit's forward pass, by kernels; the moments of what it gives are gathered on the way, if it is `measured`."""
+        z, name = self.laid(z), unit.norm.reads[0]
+        if name not in moments or not len(moments[name]):
+            moments[name] = launch.moments_of(z)
+        layer: Any = self.net.layer(unit.norm.name)
+        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else None
+        affine = launch.finish_moments(
+            moments[name], layer.weight, layer.bias, running, launch.rows_of(z), layer.momentum, layer.eps
+        )
+        if unit.conv is None:
+            h = launch.norm_relu(z, affine)
+            return Done(z, affine, h, h)
+        wanted, cout = unit.gives in self.measured and measured, unit.conv.channels
+        h, y, moments[unit.gives] = launch.norm_relu_conv(
+            z, affine, self.shadows[unit.conv.name], cout,
+            shortcut=None if shortcut is None else self.laid(shortcut), moments=wanted,
+            tiles=proof.tiles(z, cout, normed=True, adds=shortcut is not None, moments=wanted),
+        )  # fmt: skip
+        return Done(z, affine, h, y)
+
+    def laid_weight(self, name: str) -> Weight:
+        return Weight(self.shadows[name], self.masks[name], self.aside)
 
     def table(self, node: Node) -> tuple[Tensor, Tensor]:
         """Where each channel of a selection comes from, and where each channel of its input goes."""
         place = {channel: i for i, channel in enumerate(node.source)}
         back = [place.get(channel, -1) for channel in range(self.net.plan.by_name[node.reads[0]].channels)]
         device = self.shadow.flat.device
-        there, back_again = (torch.tensor(each, dtype=torch.int32, device=device) for each in (node.source, back))
+        there, back_again = (
+            torch.tensor(launch.runs(each, self.dtype), dtype=torch.int32, device=device)
+            for each in (node.source, back)
+        )
         return there, back_again
 
     def laid(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).contiguous(memory_format=torch.channels_last)
+
+
+@dataclass
+class Kept:
+    """The images of a whole network's pass. By the rule of births those of its subnetworks are among them: the same, or their
+    first channels."""
+
+    images: dict[str, Tensor] = field(default_factory=dict)
+    units: dict[tuple[str, str], Done] = field(default_factory=dict)  # by the names of their norm and of what they give
+
+    def keep(self, unit: Unit, done: Done, out: Tensor) -> None:
+        """What a unit computed, apart from the graph that its images have become part of, and what it gives after halving."""
+        self.units[unit.norm.name, unit.gives] = Done(*(each.detach() for each in done))
+        self.images[unit.gives] = out.detach()
+
+    def image(self, node: Node) -> Tensor | None:
+        found = self.images.get(node.name)
+        return None if found is None else found[:, : node.channels]
+
+    def unit(self, unit: Unit) -> Done | None:
+        done, cin = self.units.get((unit.norm.name, unit.gives)), unit.norm.channels
+        if done is None:
+            return None
+        cout = cin if unit.conv is None else unit.conv.channels
+        return Done(done.z[:, :cin], done.affine[:, :cin], done.h[:, :cin], done.y[:, :cout])
+
+    def halved(self, unit: Unit) -> Tensor | None:
+        return self.image(unit.conv) if unit.conv is not None and (unit.norm.name, unit.gives) in self.units else None
 
 
 class Values:

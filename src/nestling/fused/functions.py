@@ -1,14 +1,14 @@
-"""The differentiable operations made of the kernels: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm + relu, the
-stem, halving, channels picked, small linear layers.
+"""How gradients flow back through what the kernels have computed: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm +
+relu, the stem, halving, channels picked, small linear layers.
 
-Each is the function autograd would find for torch's own operations; moments passed beside the images are a cache of what
-batch norm would compute from its input, and have no gradient. `passed` is the input handed on: whoever else reads it
-should read that instead, so that its gradient is added inside a kernel.
+Each is the function autograd would find for torch's own operations, whose result is known already: `forward` only says so, and
+keeps what `backward` will read. The result comes in a tuple, since it is no input. `passed` is the input handed on: whoever else
+reads it should read that instead, so that its gradient is added inside a kernel.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,21 @@ from nestling.fused import launch, proof
 from nestling.fused.aside import Aside
 
 
-@dataclass(frozen=True)
-class Norm:
-    """What a batch norm does besides its weight and bias."""
+class Done(NamedTuple):
+    """A unit as it was computed: all of it, or its first channels as part of a wider network."""
 
-    running: tuple[Tensor, Tensor] | None
-    momentum: float
-    eps: float
+    z: Tensor  # the norm's input,
+    affine: Tensor  # what it was found to do to each channel,
+    h: Tensor  # its output after relu,
+    y: Tensor  # and what comes of it
+
+
+class Weight(NamedTuple):
+    """A convolution's weight as the kernels read it, and where its gradient is made."""
+
+    shadow: Tensor
+    mask: Tensor | None
+    aside: Aside
 
 
 def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
@@ -32,122 +40,95 @@ def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, aside: Aside) -> Tensor:
-    """Begun beside the pass; not there before those aside are joined."""
-    partial, total = aside.run(launch.partial_weight_gradients, x, dy, proof.splits(x, dy.shape[1]))
-    aside.together(launch.sum_splits, (partial, total, mask), partial.shape, mask is None)
-    found: Tensor = total
-    return found
+    """Made beside the pass; not there before those aside are joined."""
+    total, splits = launch.room_for_weight(x, dy), proof.splits(x, dy.shape[1])
+    shape = (x.shape, launch.pitch(x), dy.shape[1], mask is None)
+    aside.together(partial(launch.weight_gradients, s=splits), (x, dy, total, mask), *shape)
+    return total
 
 
 class NormReluConv(torch.autograd.Function):
-    """(z) -> (convolution of relu(norm(z)) plus a shortcut, its moments, z)."""
+    """(z) -> (convolution of relu(norm(z)) plus a shortcut, z)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         z: Tensor,
-        moments: Tensor,
         gamma: Tensor,
         beta: Tensor,
         weight: Tensor,
-        shadow: Tensor,
-        mask: Tensor | None,
         shortcut: Tensor | None,
-        norm: Norm,
-        wants_moments: bool,
-        aside: Aside,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
-        cout = weight.shape[0]
-        adds = shortcut is not None
-        tiles = proof.tiles(z, cout, normed=True, adds=adds, moments=wants_moments)
-        h, y, found = launch.norm_relu_conv(
-            z, affine, shadow, cout, shortcut=shortcut, moments=wants_moments, tiles=tiles
-        )
-        ctx.save_for_backward(z, affine, h, shadow, mask)
-        ctx.shortcut, ctx.aside = adds, aside
+        done: Done,
+        laid: Weight,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(done.z, done.affine, done.h, laid.shadow, laid.mask)
+        ctx.shortcut, ctx.aside = shortcut is not None, laid.aside
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found)
-        return y, found, z.view_as(z)
+        return done.y, z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, _, passed = grads
+        dy, passed = grads
         z, affine, h, shadow, mask = ctx.saved_tensors
         if dy is None:  # only those who read `passed` have anything to say
-            return passed, *[None] * 10
+            return passed, *[None] * 6
         dy = laid_out(dy, z)
         dw = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[3]:
             dw = weight_gradient(h, dy, mask, ctx.aside)
-        cin = z.shape[1]
-        tiles = proof.back_tiles(dy, cin)
-        g, sums = launch.conv(dy, shadow, cin, back=(z, affine), tiles=tiles)
+        g, sums = launch.conv(dy, shadow, z.shape[1], back=(z, affine), tiles=proof.back_tiles(dy, z))
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
-        return dz, None, dgamma, dbeta, dw, None, None, dy if ctx.shortcut else None, None, None, None
+        return dz, dgamma, dbeta, dw, dy if ctx.shortcut else None, None, None
 
 
 class Conv(torch.autograd.Function):
-    """(pictures) -> (their convolution, its moments)."""
+    """(pictures) -> their convolution."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, shadow: Tensor, mask: Tensor | None, wants_moments: bool, aside: Aside
-    ) -> tuple[Tensor, Tensor]:
-        cout = weight.shape[0]
-        tiles = proof.tiles(x, cout, moments=wants_moments)
-        y, found = launch.conv(x, shadow, cout, moments=wants_moments, tiles=tiles)
-        ctx.save_for_backward(x, mask)
-        ctx.aside = aside
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found)
-        return y, found
+    def forward(ctx: Any, x: Tensor, weight: Tensor, made: tuple[Tensor], laid: Weight) -> Tensor:
+        ctx.save_for_backward(x, laid.mask)
+        ctx.aside = laid.aside
+        return made[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[0] is None:
-            return (None,) * 6
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, mask = ctx.saved_tensors
         dw = None
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(x, laid_out(grads[0], x), mask, ctx.aside)
-        return None, dw, *[None] * 4
+        return None, dw, None, None
 
 
 class NormRelu(torch.autograd.Function):
     """(z) -> (relu(norm(z)), z)."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, moments: Tensor, gamma: Tensor, beta: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        affine = launch.finish_moments(moments, gamma, beta, norm.running, launch.rows_of(z), norm.momentum, norm.eps)
-        ctx.save_for_backward(z, affine)
+    def forward(ctx: Any, z: Tensor, gamma: Tensor, beta: Tensor, done: Done) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(done.z, done.affine)
         ctx.set_materialize_grads(False)
-        return launch.norm_relu(z, affine), z.view_as(z)
+        return done.y, z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dh, passed = grads
         z, affine = ctx.saved_tensors
         if dh is None:
-            return passed, *[None] * 4
+            return passed, None, None, None
         g, sums = launch.relu_back(laid_out(dh, z), z, affine)
         dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
-        return dz, None, dgamma, dbeta, None
+        return dz, dgamma, dbeta, None
 
 
 class AddAll(torch.autograd.Function):
-    """(images) -> (their sum, its moments)."""
+    """(images) -> their sum."""
 
     @staticmethod
-    def forward(ctx: Any, wants_moments: bool, *xs: Tensor) -> tuple[Tensor, Tensor]:
-        y, moments = launch.add_all(xs, wants_moments)
+    def forward(ctx: Any, made: tuple[Tensor], *xs: Tensor) -> Tensor:
         ctx.count = len(xs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(moments)
-        return y, moments
+        return made[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *[grads[0]] * ctx.count)
 
 
@@ -165,31 +146,18 @@ class Fan(torch.autograd.Function):
         return None, launch.add_all(found, False)[0]
 
 
-class Smaller(torch.autograd.Function):
-    """(x) -> an image half as high and wide: means of 2x2 pixels (launch.halve), or the first of each, which is what a
-    convolution of stride 2 keeps of one of stride 1 (launch.thin). `back` is the way back of its gradient."""
+class Back(torch.autograd.Function):
+    """(x) -> an image made of it by a linear kernel: one half as high and wide, or some of its channels. `back` is the way back
+    of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, made: tuple[Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.back = back
-        return there(x)
+        return made[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(laid_out(grads[0], grads[0])), None, None
-
-
-class Pick(torch.autograd.Function):
-    """(x) -> some of its channels, each at most once, and zeros between them; `back` says where each went, if anywhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return launch.pick(x, there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return launch.pick(laid_out(grads[0], grads[0]), ctx.back), None, None
 
 
 class Linear(torch.autograd.Function):

@@ -21,7 +21,7 @@ def _partial_moments(out, rows, live, moments, block, blocks, cols, C: tl.conste
 
 @triton.jit
 def _through_norm(dh, z, affine, cols, live, C: tl.constexpr):
-    """The gradient before relu, and the normalised input: affine holds scale, shift, mean, 1/deviation."""
+    """The gradient before relu, and the normalised input: affine holds scale, shift, mean, 1/deviation, C numbers apart."""
     scale = tl.load(affine + cols, mask=live, other=0.0)
     shift = tl.load(affine + C + cols, mask=live, other=0.0)
     mean = tl.load(affine + 2 * C + cols, mask=live, other=0.0)
@@ -36,12 +36,13 @@ def conv(
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
     WK: tl.constexpr, WN: tl.constexpr, WT: tl.constexpr, FLIP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr,
-    ADD: tl.constexpr, MOMENTS: tl.constexpr, BACK: tl.constexpr,
+    ADD: tl.constexpr, MOMENTS: tl.constexpr, BACK: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     """y[pixel, n] = sum over taps and k of x[pixel + tap, k] * w[k * WK + n * WN + tap * WT]; TAPS of them at a time.
 
     ADD adds `extra` (a shortcut). MOMENTS gathers y's moments. BACK takes y, a gradient, on through relu and gathers the
-    sums that batch norm's backward needs (moments then are: sum of g, sum of g times normalised input)."""
+    sums that batch norm's backward needs (moments then are: sum of g, sum of g times normalised input); z and affine are then
+    the first channels of Z."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
     rows = block * BM + tl.arange(0, BM)
@@ -88,8 +89,8 @@ def conv(
     live = cols < COUT
     at = rows[:, None] * COUT + cols[None, :]
     if BACK:
-        before = tl.load(z + at, mask=live[None, :], other=0.0).to(tl.float32)
-        g, normed = _through_norm(acc, before, affine, cols, live, COUT)
+        before = tl.load(z + rows[:, None] * Z + cols[None, :], mask=live[None, :], other=0.0).to(tl.float32)
+        g, normed = _through_norm(acc, before, affine, cols, live, Z)
         tl.store(y + at, g.to(y.dtype.element_ty), mask=live[None, :])
         tl.store(moments + cols * blocks + block, tl.sum(g, 0), mask=live)
         tl.store(moments + (COUT + cols) * blocks + block, tl.sum(g * normed, 0), mask=live)
@@ -105,10 +106,11 @@ def conv(
 @triton.jit
 def weight_gradient(
     x, dy, partial, pixels, per_split,
-    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X: tl.constexpr,
     BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial[split, o, tap, i] = sum over a split's pixels of dy[pixel, o] * x[pixel + tap, i]; a row of taps a program."""
+    """partial[split, o, tap, i] = sum over a split's pixels of dy[pixel, o] * x[pixel + tap, i]; a row of taps a program. The
+    channels of x are the first of X."""
     split = tl.program_id(0)
     dh = tl.program_id(1) - 1
     TILES: tl.constexpr = (CIN + BI - 1) // BI
@@ -125,13 +127,13 @@ def weight_gradient(
         d = tl.load(
             dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & (rows < pixels)[None, :], other=0.0
         )
-        base = x + (rows + dh * W)[:, None] * CIN + i[None, :]
+        base = x + (rows + dh * W)[:, None] * X + i[None, :]
         wide = (i < CIN)[None, :]
-        left = tl.load(base - CIN, mask=(tall & (at_w > 0))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        left = tl.load(base - X, mask=(tall & (at_w > 0))[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc0 = tl.dot(d, left, acc0)
         middle = tl.load(base, mask=tall[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc1 = tl.dot(d, middle, acc1)
-        right = tl.load(base + CIN, mask=(tall & (at_w < W - 1))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        right = tl.load(base + X, mask=(tall & (at_w < W - 1))[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc2 = tl.dot(d, right, acc2)
     live = (o < COUT)[:, None] & (i < CIN)[None, :]
     out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + (dh + 1) * (3 * CIN) + i[None, :]
@@ -143,10 +145,10 @@ def weight_gradient(
 @triton.jit
 def weight_gradient_narrow(
     x, dy, partial, pixels, per_split,
-    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X: tl.constexpr,
     BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same for few channels: a row of taps is one run of 3 * CIN numbers, and a program does all three rows."""
+    """The same for few channels: a row of taps is 3 * CIN numbers, and a program does all three rows."""
     split = tl.program_id(0)
     o = tl.arange(0, BO)
     k = tl.arange(0, BI)
@@ -161,12 +163,16 @@ def weight_gradient_narrow(
         d = tl.load(dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & known[None, :], other=0.0)
         wide = ((at_w > 0) | (k >= CIN)[None, :]) & ((at_w < W - 1) | (k < 2 * CIN)[None, :])
         wide = wide & (k < 3 * CIN)[None, :] & known[:, None]
-        base = x + rows[:, None] * CIN + (k - CIN)[None, :]
-        above = tl.load(base - W * CIN, mask=wide & (at_h > 0)[:, None], other=0.0, cache_modifier=".ca")
+        if X == CIN:
+            run = k - CIN
+        else:
+            run = (k // CIN - 1) * X + k % CIN
+        base = x + rows[:, None] * X + run[None, :]
+        above = tl.load(base - W * X, mask=wide & (at_h > 0)[:, None], other=0.0, cache_modifier=".ca")
         acc0 = tl.dot(d, above, acc0)
         level = tl.load(base, mask=wide, other=0.0, cache_modifier=".ca")
         acc1 = tl.dot(d, level, acc1)
-        below = tl.load(base + W * CIN, mask=wide & (at_h < H - 1)[:, None], other=0.0, cache_modifier=".ca")
+        below = tl.load(base + W * X, mask=wide & (at_h < H - 1)[:, None], other=0.0, cache_modifier=".ca")
         acc2 = tl.dot(d, below, acc2)
     live = (o < COUT)[:, None] & (k < 3 * CIN)[None, :]
     out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + k[None, :]
@@ -263,7 +269,7 @@ def norm_relu(z, affine, h, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit
-def relu_back(dh, z, affine, g, sums, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+def relu_back(dh, z, affine, g, sums, C: tl.constexpr, Z: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
     """A gradient through relu, with the sums that batch norm's backward needs: what BACK does in `conv`."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -272,8 +278,8 @@ def relu_back(dh, z, affine, g, sums, C: tl.constexpr, CP: tl.constexpr, BM: tl.
     live = c < C
     at = r[:, None] * C + c[None, :]
     d = tl.load(dh + at, mask=live[None, :], other=0.0).to(tl.float32)
-    before = tl.load(z + at, mask=live[None, :], other=0.0).to(tl.float32)
-    out, normed = _through_norm(d, before, affine, c, live, C)
+    before = tl.load(z + r[:, None] * Z + c[None, :], mask=live[None, :], other=0.0).to(tl.float32)
+    out, normed = _through_norm(d, before, affine, c, live, Z)
     tl.store(g + at, out.to(g.dtype.element_ty), mask=live[None, :])
     tl.store(sums + c * blocks + block, tl.sum(out, 0), mask=live)
     tl.store(sums + (C + c) * blocks + block, tl.sum(out * normed, 0), mask=live)
@@ -282,7 +288,7 @@ def relu_back(dh, z, affine, g, sums, C: tl.constexpr, CP: tl.constexpr, BM: tl.
 @triton.jit
 def norm_back(
     g, z, affine, dgamma, dbeta, extra, dz, rows,
-    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr,
+    C: tl.constexpr, Z: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dz = scale * (g - mean(g) - normalised * mean(g * normalised)), plus the gradient that passed the norm by."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -290,11 +296,12 @@ def norm_back(
     live = (c < C)[None, :]
     at = r[:, None] * C + c[None, :]
     scale = tl.load(affine + c, mask=c < C, other=0.0)
-    mean = tl.load(affine + 2 * C + c, mask=c < C, other=0.0)
-    rstd = tl.load(affine + 3 * C + c, mask=c < C, other=0.0)
+    mean = tl.load(affine + 2 * Z + c, mask=c < C, other=0.0)
+    rstd = tl.load(affine + 3 * Z + c, mask=c < C, other=0.0)
     first = tl.load(dbeta + c, mask=c < C, other=0.0) / rows
     second = tl.load(dgamma + c, mask=c < C, other=0.0) / rows
-    normed = (tl.load(z + at, mask=live, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+    before = tl.load(z + r[:, None] * Z + c[None, :], mask=live, other=0.0).to(tl.float32)
+    normed = (before - mean[None, :]) * rstd[None, :]
     got = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
     out = scale[None, :] * (got - first[None, :] - normed * second[None, :])
     if ADD:
@@ -404,7 +411,7 @@ def pick(x, table, y, CIN: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: 
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, CP)
     source = tl.load(table + c, mask=c < C, other=-1)
-    got = tl.load(x + r[:, None] * CIN + source[None, :], mask=(source >= 0)[None, :], other=0.0)
+    got = tl.load(x + r[:, None] * CIN + source[None, :], mask=(source >= 0)[None, :], other=0)
     tl.store(y + r[:, None] * C + c[None, :], got, mask=(c < C)[None, :])
 
 

@@ -1,22 +1,28 @@
-"""What the kernels of jitted.py and conv.cu are given: shapes, tile sizes, room for results. Images are channels-last bf16.
+"""What the kernels are given, Triton's and those in CUDA C: shapes, tile sizes, room for results. Images are channels-last bf16.
 
 Tile sizes were chosen by measurement on an H200 (benchmarks/kernels.py --tune). Images are waited for, so their kernels are to
 be done soon, on all processors. Weight gradients run beside them (aside.py) and are to take little of the chip: fewer programs,
 less to add up at the end. Nothing here knows autograd or networks.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nestling.fused import narrow
+from nestling.fused.hopper import Patches
 from nestling.fused.narrow import Blocks
 
 PROCESSORS = 132  # of the chip; fewer programs than these leave some of them idle
 LEAST = 64  # rows of pixels come in multiples of this
 LARGE = 2**17  # pixels of 128 images of 32x32
+
+InCuda = Blocks | Patches  # a choice of kernels that are not Triton's
+Layer = tuple[
+    Tensor, Tensor, Tensor, Tensor | None
+]  # a weight's input, the gradient of its output, room for its own, its mask
 
 
 class Tiles(NamedTuple):
@@ -80,6 +86,11 @@ def image(like: Tensor, channels: int) -> Tensor:
     return torch.empty((n, channels, h, w), dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
+def pitch(x: Tensor) -> int:
+    """Numbers from one pixel to the next: more than it has channels where these are the first of a wider image's."""
+    return x.stride(3)
+
+
 def rows_of(x: Tensor) -> int:
     return x.shape[0] * x.shape[2] * x.shape[3]
 
@@ -109,21 +120,22 @@ def conv(
     extra: Tensor | None = None,
     moments: bool = False,
     back: tuple[Tensor, Tensor] | None = None,
-    tiles: Tiles | Blocks | None = None,
+    tiles: Tiles | InCuda | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu.
+    """A 3x3 convolution by a weight (out, 3, 3, in); with `back`=(z, affine) its transpose, taken on through relu. z and affine
+    may both be the first channels of wider ones.
 
     Gives the image and its moments (or, backward, the sums batch norm needs); moments are empty if not wanted."""
     cin = x.shape[1]
     m = rows_of(x)
     t = tiles or conv_tiles(m, cin, cout, back is not None)
-    assert isinstance(t, Blocks) or m % t.rows == 0, "the last pixels would be left out"
+    assert isinstance(t, InCuda) or m % t.rows == 0, "the last pixels would be left out"
     y = image(x, cout)
-    if isinstance(t, Blocks):
+    if isinstance(t, InCuda):
         assert back is not None, "these kernels have a norm on either side: see norm_relu_conv"
         z, affine = back
-        found = room_for_moments(x, cout, t.rows * x.shape[3])
-        narrow.conv(x, shadow, y, found, affine, t, z=z)
+        found = room_for_moments(x, cout, t.pixels(x.shape[3]))
+        t.conv(x, shadow, y, found, affine, z=z)
         return y, found
     found = room_for_moments(x, cout, t.rows) if moments or back is not None else x.new_empty(0, dtype=torch.float32)
     z, affine = back if back is not None else (y, found)
@@ -132,7 +144,7 @@ def conv(
         x, shadow, y, extra if extra is not None else y, found, z, affine,
         H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, **strides, FLIP=back is not None,
         BM=t.rows, BN=t.columns, BK=t.depth, TAPS=t.taps, STAGES=t.stages,
-        ADD=extra is not None, MOMENTS=moments, BACK=back is not None, num_warps=t.warps,
+        ADD=extra is not None, MOMENTS=moments, BACK=back is not None, Z=pitch(z), num_warps=t.warps,
     )  # fmt: skip
     return y, found
 
@@ -150,45 +162,56 @@ def norm_relu_conv(
     *,
     shortcut: Tensor | None = None,
     moments: bool = False,
-    tiles: Tiles | Blocks | None = None,
+    tiles: Tiles | InCuda | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """relu(norm(z)), its convolution plus a shortcut, and the moments of that."""
-    if not isinstance(tiles, Blocks):
+    if not isinstance(tiles, InCuda):
         h = norm_relu(z, affine)
         return h, *conv(h, shadow, cout, extra=shortcut, moments=moments, tiles=tiles)
     h, y = image(z, z.shape[1]), image(z, cout)
-    found = room_for_moments(z, cout, tiles.rows * z.shape[3]) if moments else None
-    narrow.conv(z, shadow, y, found, affine, tiles, h=h, shortcut=shortcut)
+    found = room_for_moments(z, cout, tiles.pixels(z.shape[3])) if moments else None
+    tiles.conv(z, shadow, y, found, affine, h=h, shortcut=shortcut)
     return h, y, found if found is not None else affine.new_empty(0)
 
 
-def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | Blocks | None = None) -> Tensor:
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, splits: Splits | InCuda | None = None) -> Tensor:
     """The gradient of a 3x3 weight, float32, (out, in, 3, 3) in channels-last memory, zero where the mask is."""
-    partial, total = partial_weight_gradients(x, dy, splits or weight_splits(rows_of(x), x.shape[1], dy.shape[1]))
-    sum_splits([(partial, total, mask)])
+    total = room_for_weight(x, dy)
+    weight_gradients([(x, dy, total, mask)], splits or weight_splits(rows_of(x), x.shape[1], dy.shape[1]))
     return total
 
 
-def partial_weight_gradients(x: Tensor, dy: Tensor, s: Splits | Blocks) -> tuple[Tensor, Tensor]:
-    """The sum over each split's pixels, (splits, out * 3 * 3 * in), and room for the sum over all, (out, in, 3, 3)."""
+def room_for_weight(x: Tensor, dy: Tensor) -> Tensor:
+    shape = (dy.shape[1], 3, 3, x.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=x.device).permute(0, 3, 1, 2)
+
+
+def weight_gradients(layers: list[Layer], s: Splits | InCuda) -> None:
+    """Fill the totals of up to MOST layers of one shape, all with a mask or all without."""
+    xs, dys, totals, masks = (list(each) for each in zip(*layers, strict=True))
+    x, n = xs[0], totals[0].numel()
+    if isinstance(s, InCuda):
+        partials = [torch.empty(s.splits, n, dtype=torch.float32, device=x.device) for _ in layers]
+        s.weight_gradients(xs, dys, partials)
+    else:
+        partials = [partial_weight_gradient(x, dy, s) for x, dy in zip(xs, dys, strict=True)]
+    sum_splits(list(zip(partials, totals, masks, strict=True)))
+
+
+def partial_weight_gradient(x: Tensor, dy: Tensor, s: Splits) -> Tensor:
+    """The sum over each split's pixels, (splits, out * 3 * 3 * in)."""
     cin, cout, m = x.shape[1], dy.shape[1], rows_of(x)
-    total = torch.empty((cout, 3, 3, cin), dtype=torch.float32, device=x.device).permute(0, 3, 1, 2)
-    n = total.numel()
-    if isinstance(s, Blocks):
-        partial = torch.empty(s.splits, n, dtype=torch.float32, device=x.device)
-        narrow.weight_gradient(x, dy, partial, s)
-        return partial, total
     whole = s.ins >= 3 * cin and s.outs >= cout  # then a program does all nine taps
     tiles = 1 if whole else ceil(cout, s.outs) * ceil(cin, s.ins)
     per = ceil(ceil(m, max(1, s.programs // (1 if whole else 3 * tiles))), s.pixels) * s.pixels
     count = ceil(m, per)
-    partial = torch.empty(count, n, dtype=torch.float32, device=x.device)
+    partial = torch.empty(count, cout * 9 * cin, dtype=torch.float32, device=x.device)
     kernel = kernels().weight_gradient_narrow if whole else kernels().weight_gradient
     kernel[(count, 1, 1) if whole else (count, 3, tiles)](
-        x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout,
+        x, dy, partial, m, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, X=pitch(x),
         BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
     )  # fmt: skip
-    return partial, total
+    return partial
 
 
 def sum_splits(sums: list[tuple[Tensor, Tensor, Tensor | None]]) -> None:
@@ -262,7 +285,7 @@ def relu_back(dh: Tensor, z: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     rows = elementwise_rows(m, c)
     g = image(z, c)
     sums = torch.empty(2, c, m // rows, dtype=torch.float32, device=z.device)
-    kernels().relu_back[(m // rows,)](dh, z, affine, g, sums, C=c, CP=power(c, 8), BM=rows, num_warps=4)
+    kernels().relu_back[(m // rows,)](dh, z, affine, g, sums, C=c, Z=pitch(z), CP=power(c, 8), BM=rows, num_warps=4)
     return g, sums
 
 
@@ -278,7 +301,7 @@ def norm_back(
     dz = image(z, c)
     kernels().norm_back[(m // rows,)](
         g, z, affine, dgamma, dbeta, extra if extra is not None else g, dz, m,
-        C=c, CP=power(c, 8), BM=rows, ADD=extra is not None, num_warps=4,
+        C=c, Z=pitch(z), CP=power(c, 8), BM=rows, ADD=extra is not None, num_warps=4,
     )  # fmt: skip
     return dz, dgamma, dbeta
 
@@ -317,12 +340,24 @@ def resized(kernel: Any, x: Tensor, h: int, w: int) -> Tensor:
     return y
 
 
-def pick(x: Tensor, table: Tensor) -> Tensor:
-    """The channels of x that a table numbers, zeros where it is negative."""
-    c, m = len(table), rows_of(x)
+def runs(table: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """A table of channels, as one of eight bytes of neighbours each if it is made of such."""
+    n = 8 // dtype.itemsize
+    found = [tuple(table[i : i + n]) for i in range(0, len(table), n)]
+    whole = all(run in ((-1,) * n, tuple(range(run[0], run[0] + n))) and run[0] % n in (0, n - 1) for run in found)
+    return [run[0] // n for run in found] if whole else list(table)
+
+
+def pick(x: Tensor, table: Tensor, channels: int) -> Tensor:
+    """The channels of x that a table numbers, one by one or by runs, and zeros where it is negative."""
+    m, c, cin = rows_of(x), len(table), x.shape[1]
     rows = elementwise_rows(m, c)
-    y = image(x, c)
-    kernels().pick[(m // rows,)](x, table, y, CIN=x.shape[1], C=c, CP=power(c, 8), BM=rows, num_warps=4)
+    y = image(x, channels)
+    images = (x, y)
+    if c < channels:
+        cin = cin * c // channels
+        images = (x.permute(0, 2, 3, 1).view(torch.int64), y.permute(0, 2, 3, 1).view(torch.int64))
+    kernels().pick[(m // rows,)](images[0], table, images[1], CIN=cin, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return y
 
 

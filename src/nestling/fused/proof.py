@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import launch, narrow
-from nestling.fused.launch import Splits, Tiles
-from nestling.fused.narrow import Blocks
+from nestling.fused import hopper, launch, narrow
+from nestling.fused.launch import InCuda, Splits, Tiles
 
 CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
 STAGES = (2, 4, 1)  # tried in turn after the fastest
@@ -25,29 +24,48 @@ class Miscompiled(RuntimeError):
     """No choice of tiles gives right results here."""
 
 
-def tiles(x: Tensor, cout: int, *, normed: bool = False, adds: bool = False, moments: bool = True) -> Tiles | Blocks:
+def tiles(x: Tensor, cout: int, *, normed: bool = False, adds: bool = False, moments: bool = True) -> Tiles | InCuda:
     """For a convolution of images like x, or of relu(norm(x)), to `cout` channels, with or without a shortcut and moments."""
-    choices = in_stages(launch.conv_tiles(launch.rows_of(x), x.shape[1], cout))
-    if normed and narrow.suits(x, cout):
-        choices = [narrow.conv_blocks(x.shape[2], cout), *choices]
     kind = ("conv", cout, normed, adds, moments)
+    choices = conv_choices(x, cout, normed)
     return first_right(kind, x, choices, lambda choice: conv_agrees(x, cout, choice, normed, adds, moments))
 
 
-def back_tiles(x: Tensor, cout: int) -> Tiles | Blocks:
-    """For the way back of a gradient like x, through a convolution and a relu to `cout` channels."""
-    choices = in_stages(launch.conv_tiles(launch.rows_of(x), x.shape[1], cout, back=True))
-    if narrow.suits(x, cout):
-        choices = [narrow.conv_blocks(x.shape[2], cout), *choices]
-    return first_right(("conv back", cout), x, choices, lambda choice: back_agrees(x, cout, choice))
+def back_tiles(x: Tensor, z: Tensor) -> Tiles | InCuda:
+    """For the way back of a gradient like x, through a convolution and the relu of images like z."""
+    kind = ("conv back", z.shape[1], launch.pitch(z))
+    return first_right(kind, x, back_choices(x, z.shape[1]), lambda choice: back_agrees(x, z, choice))
 
 
-def splits(x: Tensor, cout: int) -> Splits | Blocks:
+def splits(x: Tensor, cout: int) -> Splits | InCuda:
     """For the gradient of the weight between images like x and `cout` channels."""
-    choices = in_stages(launch.weight_splits(launch.rows_of(x), x.shape[1], cout))
+    kind = ("weight", cout, launch.pitch(x))
+    return first_right(kind, x, split_choices(x, cout), lambda choice: weight_agrees(x, cout, choice))
+
+
+def conv_choices(x: Tensor, cout: int, normed: bool) -> list[Any]:
+    """The fastest first, then others that may be right where that is not."""
+    _, cin, side, _ = x.shape
+    found = in_stages(launch.conv_tiles(launch.rows_of(x), cin, cout))
+    if normed and narrow.suits(x, cout):
+        found = [narrow.conv_blocks(side, cout), *found]
+    return [hopper.conv_patches(side, cin, cout), *found] if normed and hopper.suits(x, cout) else found
+
+
+def back_choices(x: Tensor, cout: int) -> list[Any]:
+    _, cin, side, _ = x.shape
+    found = in_stages(launch.conv_tiles(launch.rows_of(x), cin, cout, back=True))
     if narrow.suits(x, cout):
-        choices = [narrow.weight_blocks(x.shape[0], x.shape[2], cout), *choices]
-    return first_right(("weight", cout), x, choices, lambda choice: weight_agrees(x, cout, choice))
+        found = [narrow.conv_blocks(side, cout), *found]
+    return [hopper.conv_patches(side, cin, cout, back=True), *found] if hopper.suits(x, cout) else found
+
+
+def split_choices(x: Tensor, cout: int) -> list[Any]:
+    images, cin, side, _ = x.shape
+    found = in_stages(launch.weight_splits(launch.rows_of(x), cin, cout))
+    if narrow.suits(x, cout):
+        found = [narrow.weight_blocks(images, side, cout), *found]
+    return [hopper.weight_patches(images, side, cin, cout), *found] if hopper.suits(x, cout) else found
 
 
 def in_stages(best: Any) -> list[Any]:
@@ -79,7 +97,7 @@ def runs_and(agrees: Callable[[Any], bool], choice: Any) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if not isinstance(choice, Blocks) and "resource" not in str(error).lower():
+        if not isinstance(choice, InCuda) and "resource" not in str(error).lower():
             raise
         return False
 
@@ -90,12 +108,17 @@ def random_image(like: Tensor, channels: int, seed: int) -> Tensor:
     return x.to(like.dtype).contiguous(memory_format=torch.channels_last)
 
 
+def random_like(like: Tensor, seed: int) -> Tensor:
+    """An image that lies in memory as another: perhaps the first channels of a wider one."""
+    return random_image(like, launch.pitch(like), seed)[:, : like.shape[1]]
+
+
 def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
     generator = torch.Generator(like.device).manual_seed(3)
     return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
 
 
-def conv_agrees(like: Tensor, cout: int, choice: Tiles | Blocks, normed: bool, adds: bool, moments: bool) -> bool:
+def conv_agrees(like: Tensor, cout: int, choice: Tiles | InCuda, normed: bool, adds: bool, moments: bool) -> bool:
     x, w = random_image(like, like.shape[1], 0), random_weight(like, cout, like.shape[1])
     extra = 8 + 8 * random_image(like, cout, 2) if adds else None
     h = normed_by(random_affine(x, x.shape[1]), x) if normed else x
@@ -127,9 +150,10 @@ def moments_agree(found: Tensor, image: Tensor) -> bool:
     return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * blocks.shape[2])
 
 
-def back_agrees(like: Tensor, cout: int, choice: Tiles | Blocks) -> bool:
+def back_agrees(like: Tensor, before: Tensor, choice: Tiles | InCuda) -> bool:
+    cout = before.shape[1]
     x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
-    z, affine = random_image(like, cout, 1), random_affine(like, cout)
+    z, affine = random_like(before, 1), random_affine(like, launch.pitch(before))[:, :cout]
     g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
     whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1).float()
     scale, shift, mean, rstd = affine[:, None, :, None, None]
@@ -139,8 +163,8 @@ def back_agrees(like: Tensor, cout: int, choice: Tiles | Blocks) -> bool:
     return close(g, expected) and close(sums.sum(2), whole_sums, gathered.abs().sum((1, 3, 4)))
 
 
-def weight_agrees(like: Tensor, cout: int, choice: Splits | Blocks) -> bool:
-    x, dy = random_image(like, like.shape[1], 0), random_image(like, cout, 1)
+def weight_agrees(like: Tensor, cout: int, choice: Splits | InCuda) -> bool:
+    x, dy = random_like(like, 0), random_image(like, cout, 1)
     shape = (cout, like.shape[1], 3, 3)
     found = launch.weight_gradient(x, dy, None, choice)
     return close(found, grad.conv2d_weight(x, shape, dy, padding=1))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nestling.gradients import kernels
 from nestling.gradients.owners import Layout
 from nestling.gradients.rows import Rows
 
@@ -21,8 +22,9 @@ class FlatRows(Rows):
     def __init__(self, params: Sequence[Tensor], layout: Layout, places: Sequence[Tensor]) -> None:
         super().__init__(params, layout, [])
         total = sum(p.numel() for p in params)
-        padded = -(-total // CHUNK) * CHUNK  # zeros at the end change no inner product
+        padded = -(-total // kernels.SPAN) * kernels.SPAN  # zeros at the end change no inner product
         self.places = [place.to(self.device) for place in places]
+        self.in_order = [torch.equal(place, torch.arange(len(place), device=place.device)) for place in places]
         self.dense = torch.zeros(len(places), padded, dtype=params[0].dtype, device=self.device)
         self.update = torch.zeros(padded, dtype=params[0].dtype, device=self.device)
         self._labels: dict[str, Tensor] = {}
@@ -39,7 +41,11 @@ class FlatRows(Rows):
 
     def put(self, task: int, grads: Sequence[Tensor]) -> None:
         """Store one task's gradients, in the order of its places."""
-        self.dense[task].index_copy_(0, self.places[task], torch.cat([grad.reshape(-1) for grad in grads]))
+        flat = [grad.reshape(-1) for grad in grads]
+        if self.in_order[task]:
+            torch.cat(flat, out=self.dense[task, : len(self.places[task])])
+        else:
+            self.dense[task].index_copy_(0, self.places[task], torch.cat(flat))
 
     def labels(self, scope: str) -> Tensor:
         """The block of every entry; entries that no task owns are zero in every row, so theirs does not matter."""
@@ -51,7 +57,13 @@ class FlatRows(Rows):
             self._labels[scope] = torch.cat([*(f.reshape(-1) for f in found), rest]).to(self.device)
         return self._labels[scope]
 
+    @property
+    def by_kernels(self) -> bool:
+        return self.dense.dtype == torch.float32 and kernels.usable(self.dense, self.tasks)
+
     def gram(self, scope: str = "all") -> Tensor:
+        if scope == "all" and self.by_kernels:
+            return kernels.gram_of_matrix(self.dense).sum(0)[None]
         if scope == "all":
             # Short inner products in the rows' own precision, their sum in float64: as exact as need be, and one pass.
             parts = self.dense.view(self.tasks, -1, CHUNK).transpose(0, 1)
@@ -69,7 +81,9 @@ class FlatRows(Rows):
     def write(self, weights: Tensor, scope: str = "all") -> None:
         """Put (not add) the weighted sum of the rows into `.grad`: the step clears it anyway."""
         known = weights.to(self.dense.dtype)
-        if scope == "all":
+        if scope == "all" and self.by_kernels:
+            kernels.update_of_matrix(self.dense, known[0], self.update)
+        elif scope == "all":
             torch.mv(self.dense.T, known[0], out=self.update)
         else:
             torch.sum(self.dense * known.T[:, self.labels(scope)], 0, out=self.update)

@@ -119,6 +119,40 @@ def update(
 
 
 @triton.jit
+def gram_of_matrix(rows, partial, width, N: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+    """The same as `gram` where the rows are a matrix: each program has TURNS * BLOCK of its columns."""
+    program = tl.program_id(0)
+    sums = ()
+    for _ in tl.static_range(N * (N + 1) // 2):
+        sums = sums + (tl.zeros([BLOCK], tl.float64),)
+    for turn in tl.static_range(TURNS):
+        entry = (program * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
+        found = ()
+        for task in tl.static_range(N):
+            found = found + (tl.load(rows + task * width + entry).to(tl.float64),)
+        new = ()
+        for i in tl.static_range(N):
+            for j in tl.static_range(i + 1):
+                new = new + (sums[i * (i + 1) // 2 + j] + found[i] * found[j],)
+        sums = new
+    for i in tl.static_range(N):
+        for j in tl.static_range(i + 1):
+            total = tl.sum(sums[i * (i + 1) // 2 + j])
+            tl.store(partial + program * N * N + i * N + j, total)
+            tl.store(partial + program * N * N + j * N + i, total)
+
+
+@triton.jit
+def update_of_matrix(rows, weights, out, width, N: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the weighted sum of a matrix's rows."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for task in tl.static_range(N):
+        total += tl.load(weights + task).to(tl.float32) * tl.load(rows + task * width + entry).to(tl.float32)
+    tl.store(out + entry, total.to(out.dtype.element_ty))
+
+
+@triton.jit
 def solve(gram, k, order, weights, tolerance, N: tl.constexpr, P: tl.constexpr):
     """combine/osgd.py's elimination on one block's Gram matrix, in the registers of one program."""
     block = tl.program_id(0)

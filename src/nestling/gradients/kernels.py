@@ -105,6 +105,23 @@ def update(tables: Mapping[str, Tensor], addresses: Tensor, weights: Tensor, dty
             )
 
 
+SPAN = 2048  # a matrix of rows that the two below are given has a multiple of so many columns
+
+
+def gram_of_matrix(rows: Tensor) -> Tensor:
+    """Partial Gram matrices, (programs, tasks, tasks) float64, of a matrix (tasks, entries)."""
+    tasks, width = rows.shape
+    count = width // (block(tasks) * TURNS)
+    partial = torch.empty(count, tasks, tasks, dtype=torch.float64, device=rows.device)
+    jitted.gram_of_matrix[(count,)](rows, partial, width, N=tasks, BLOCK=block(tasks), TURNS=TURNS, num_warps=WARPS)
+    return partial
+
+
+def update_of_matrix(rows: Tensor, weights: Tensor, out: Tensor) -> None:
+    tasks, width = rows.shape
+    jitted.update_of_matrix[(width // SPAN,)](rows, weights, out, width, N=tasks, BLOCK=SPAN, num_warps=2 * WARPS)
+
+
 def solve(gram: Tensor, k: Tensor, order: Tensor, tolerance: float) -> Tensor:
     """OSGD's weights, (blocks, tasks), from Gram matrices (blocks, tasks, tasks)."""
     blocks, tasks, _ = gram.shape

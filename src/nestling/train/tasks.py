@@ -1,4 +1,4 @@
-"""Every task through its own subnetwork: D_s forward and backward over D_n's memory, all tasks at once on a GPU.
+"""Every task through its own subnetwork: D_s over D_n's memory, all tasks at once on a GPU.
 
 In: a batch. Out: `.grad` filled by a combiner, and the losses. A narrow task pays for its narrow subnetwork and not for
 the full width, and on CUDA the tasks run side by side on streams of their own. The mathematics (rows, combiners) is that
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.combine import Report, Weighted
-from nestling.fused import PREFERRED, Fused, suits
+from nestling.fused import PREFERRED, Fused, Kept, suits
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.nets import NestedNet
@@ -58,22 +58,35 @@ class Tasks:
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Report]:
         last = len(self.nets) - 1
         losses: list[Tensor] = [y] * (last + 1)
+        kept = Kept() if isinstance(self.nets[last], Fused) else None  # held until all streams have read it
         teacher: Tensor | None = None
         answered: torch.cuda.Event | None = None
         main = torch.cuda.current_stream() if self.streams else None
-        for task in range(last, -1, -1):  # the longest first; a teacher must answer before its pupils learn
+        for task in range(last, -1, -1):  # the longest first: the others read its images and learn from its answer
             with self.beside(task, main):
-                (logits,) = self.nets[task](x)
-                if task == last and self.train.distill:
-                    teacher = logits.detach()
-                    answered = self.streams[task].record_event() if self.streams else None
-                elif answered is not None:  # for the teacher's answer, not for its backward pass
+                if answered is not None:  # wait for that answer, not for the backward pass
                     self.streams[task].wait_event(answered)
+                logits = self.forward(task, x, kept)
+                if task == last and (kept is not None or self.train.distill):
+                    teacher = logits.detach() if self.train.distill else None
+                    answered = self.streams[task].record_event() if self.streams else None
                 losses[task] = self.learn(task, logits, y, teacher if task < last else None)
         if main is not None:
             for stream in self.streams:
                 main.wait_stream(stream)
-        return torch.stack(losses), self.combine(self.rows)
+        with torch.autocast(y.device.type, enabled=False):  # which would round the rows before it multiplies them
+            report = self.combine(self.rows)
+        return torch.stack(losses), report
+
+    def forward(self, task: int, x: Tensor, kept: Kept | None) -> Tensor:
+        """A task's logits. By the rule of births the longest has computed all the images of the others on its way."""
+        net: Any = self.nets[task]
+        if kept is None or not isinstance(net, Fused):
+            (logits,) = net(x)
+        else:
+            (logits,) = net(x, kept=kept) if task == len(self.nets) - 1 else net(x, known=kept)
+        found: Tensor = logits
+        return found
 
     @contextmanager
     def beside(self, task: int, main: "torch.cuda.Stream | None") -> Iterator[None]:

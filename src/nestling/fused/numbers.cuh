@@ -1,0 +1,19 @@
+// What conv.cu and hopper.cu have in common.
+
+const int MOST = 8;  // layers of one shape whose weights' gradients are made by one launch
+struct Images { const uint4* of[MOST]; };
+struct Sums { float* of[MOST]; };
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Sums over the eight lanes that have a column of a product in common, always in the same order
+__device__ __forceinline__ float over_rows(float x) {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) x += across(x, bit);
+    return x;
+}
+
+// Two numbers that are bf16 already
+__device__ __forceinline__ u32 paired(float low, float high) { return __float_as_uint(low) >> 16 | __float_as_uint(high); }
+
