@@ -143,7 +143,8 @@ def judge(found: dict[str, Tensor], eager: list[str], fast: list[str], factor: f
 
 def steps_table(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """All ways, all seeds."""
-    ways = (REFERENCE, *OTHER_KERNELS[device.type], *FAST[device.type], FLOAT32)
+    fast = [way for way in FAST[device.type] if not args.engines or way.name in args.engines]
+    ways = (REFERENCE, *OTHER_KERNELS[device.type], *fast, FLOAT32)
     recipe = Recipe(
         name="agreement",
         network=NetworkRecipe(name=args.network),
@@ -156,7 +157,7 @@ def steps_table(args: argparse.Namespace, device: torch.device) -> list[dict[str
         seeds = [replace(recipe, train=replace(recipe.train, seed=seed)) for seed in range(args.seeds)]
         found[way.name] = torch.stack([losses(each, way, split, device) for each in seeds])
     eager = [way.name for way in (REFERENCE, *OTHER_KERNELS[device.type])]
-    rows = judge(found, eager, [way.name for way in FAST[device.type]], args.factor)
+    rows = judge(found, eager, [way.name for way in fast], args.factor)
     print(
         f"{args.network}, {args.strategy}, batch {args.batch}, {args.steps} steps, {args.seeds} seeds, {args.precision}"
     )
@@ -202,6 +203,8 @@ def main() -> int:
     parser.add_argument(
         "--epochs", type=int, default=0, help="instead: whole runs of so many epochs on CIFAR-10, CUDA only"
     )
+    names = [way.name for way in FAST["cuda"]]
+    parser.add_argument("--engines", nargs="*", default=[], choices=names, help="those to judge; all by default")
     parser.add_argument("--folder", default="runs/agreement", help="where those runs are kept; begun ones go on")
     parser.add_argument("--json", default="", help="write all rows to this file")
     args = parser.parse_args()
