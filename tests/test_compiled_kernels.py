@@ -94,6 +94,9 @@ def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         for name, scope in (("nested", "all"), ("sliced", "block"), ("tree", "tensor")):
             net = make(name)
             Accumulator(net, OSGD(scope=scope), check=False).backward(losses_of(net, *batch()))
+        rows = torch.zeros(3, kernels.SPAN)
+        kernels.gram_of_matrix(rows)
+        kernels.update_of_matrix(rows, torch.zeros(3), torch.zeros(kernels.SPAN))
 
     return work
 
