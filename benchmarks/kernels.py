@@ -7,7 +7,7 @@ Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in 
 figures are its convolution alone; ours do more: forward does batch norm and relu before it and gathers the next batch norm's
 moments, backward goes on through relu and gathers what that norm's backward needs. With --beside the graph has that many
 streams, each with images of its own, and the time is the graph's over all its kernels: what a kernel takes from the others,
-which need not be how long it is on its way.
+which need not be how long it is on its way. Weight gradients are timed for one layer at a time; those in CUDA C are cut for eight.
 """
 
 import argparse
@@ -86,6 +86,7 @@ class Case:
         return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
 
     def weights(self, splits: launch.Splits | InCuda | None = None) -> Any:
+        """Of one layer, though a step makes those of up to eight at once."""
         return launch.weight_gradient(self.x, self.dy, None, splits)
 
     def torch_forward(self) -> Any:
