@@ -7,7 +7,8 @@ Microseconds of one kernel inside a CUDA graph of twenty, inputs as they are in 
 figures are its convolution alone; ours do more: forward does batch norm and relu before it and gathers the next batch norm's
 moments, backward goes on through relu and gathers what that norm's backward needs. With --beside the graph has that many
 streams, each with images of its own, and the time is the graph's over all its kernels: what a kernel takes from the others,
-which need not be how long it is on its way. Weight gradients are timed for one layer at a time; those in CUDA C are cut for eight.
+which need not be how long it is on its way. Weight gradients are timed for one layer at a time; those in CUDA C are cut for
+eight.
 """
 
 import argparse
