@@ -18,6 +18,7 @@
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -57,13 +57,13 @@ def kernel(
     return Emulated(file, name, threads, shared, sizes)
 
 
-def proofs(cin: int, cout: int, side: int, blocks: Any, weights: Any) -> int:
+def proofs(cin: int, cout: int, side: int, blocks: Any, back: Any, weights: Any) -> int:
     """What the kernels must show before they are used on a GPU."""
     like = torch.empty(4, cin, side, side, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     for adds, moments in ((True, True), (False, False)):
         assert proof.conv_agrees(like, cout, blocks, True, adds, moments), (cin, cout, side, adds, blocks)
     for before in (wider(like, cout), wider(like, cout + 8)[:, :cout]):
-        assert proof.back_agrees(like, before, blocks), (cin, cout, side, blocks)
+        assert proof.back_agrees(like, before, back), (cin, cout, side, back)
     tiles = like.shape[0] * side * side // weights.pixels(side)
     weights = weights._replace(splits=3 if tiles > 3 else 1)  # unequal shares, or several tiles one after another
     for x in (like, wider(like, 2 * cin)[:, :cin]):
@@ -77,11 +77,13 @@ def wider(like: Tensor, channels: int) -> Tensor:
 
 
 def narrow_proofs(cin: int, cout: int, side: int) -> int:
-    return proofs(cin, cout, side, narrow.conv_blocks(side, cout), narrow.weight_blocks(4, side, cout))
+    blocks = narrow.conv_blocks(side, cout)
+    return proofs(cin, cout, side, blocks, blocks, narrow.weight_blocks(4, side, cout))
 
 
 def hopper_proofs(cin: int, cout: int, side: int) -> int:
-    return proofs(cin, cout, side, hopper.conv_patches(side, cin, cout), hopper.weight_patches(4, side, cin, cout))
+    there, back = (hopper.conv_patches(side, cin, cout, way) for way in (False, True))
+    return proofs(cin, cout, side, there, back, hopper.weight_patches(4, side, cin, cout))
 
 
 def several_layers() -> int:

@@ -189,14 +189,27 @@ def test_kernels_in_cuda_c_compile_for_shapes_of_every_kind(
 
     monkeypatch.setattr(cuda, "kernel", kernel)
     shapes = [(8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)]
-    wide = [(32, 32, 32), (64, 64, 16), (128, 128, 8), (32, 64, 32), (64, 128, 16), (64, 64, 8), (32, 32, 16)]
-    choices: list[Any] = [(s, narrow.conv_blocks(s[2], s[1]), narrow.weight_blocks(4, s[2], s[1])) for s in shapes]
+    wide = [
+        (32, 32, 32),
+        (64, 64, 16),
+        (128, 128, 8),
+        (32, 64, 32),
+        (64, 128, 16),
+        (64, 64, 8),
+        (32, 32, 16),
+        (32, 64, 16),
+    ]
+    blocks = [narrow.conv_blocks(side, cout) for _, cout, side in shapes]
+    choices: list[Any] = list(
+        zip(shapes, blocks, blocks, (narrow.weight_blocks(4, s[2], s[1]) for s in shapes), strict=True)
+    )
     if chip == "sm_90a":
-        choices += [(s, hopper.conv_patches(s[2], *s[:2]), hopper.weight_patches(4, s[2], *s[:2])) for s in wide]
-    for (cin, cout, side), blocks, splits in choices:
+        ways = [[hopper.conv_patches(side, cin, cout, back) for cin, cout, side in wide] for back in (False, True)]
+        choices += zip(wide, *ways, (hopper.weight_patches(4, s[2], *s[:2]) for s in wide), strict=True)
+    for (cin, cout, side), there, back, splits in choices:
         x, y, numbers = image(cin, side), image(cout, side), torch.empty(1)
-        blocks.conv(x, numbers, y, numbers, numbers, h=x)
-        blocks.conv(x, numbers, y, numbers, numbers, z=y)
+        there.conv(x, numbers, y, numbers, numbers, h=x)
+        back.conv(x, numbers, y, numbers, numbers, z=y)
         splits.weight_gradients([x], [y], [numbers])
     assert len(found) == 3 * len(choices) and max(found.values()) < room * 1024
     for file, sizes in found:

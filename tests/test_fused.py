@@ -23,8 +23,9 @@ from nestling.fused.aside import Aside, Joined
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
 from nestling.nets import NestedNet, build, plan
+from nestling.nets.draft import Draft
 from nestling.nets.plan import Node, Plan
-from nestling.nets.within import within
+from nestling.nets.within import can_live_within, leads, within
 from nestling.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
@@ -235,6 +236,42 @@ def test_items_of_one_kind_are_done_together_and_at_the_latest_when_joined() -> 
     aside.join()
     aside.join()
     assert done == [list(range(8)), [8], [9, 10]]
+
+
+def test_channels_are_picked_by_eight_bytes_where_they_come_so() -> None:
+    zeros, half = [-1] * 4, torch.bfloat16
+    assert launch.runs([4, 5, 6, 7, *zeros, 0, 1, 2, 3], half) == [1, -1, 0]
+    assert launch.runs([2, 3, -1, -1], torch.float32) == [1, -1]
+    for table in ([3, 4, 5, 6, 7, 8, 9, 10], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 1, -1, -1]):
+        assert launch.runs(table, half) == table, "not whole runs"
+
+
+def test_the_pitch_of_an_image_of_one_pixel_is_that_of_its_images() -> None:
+    wide = torch.zeros(4, 16, 1, 1)
+    for image, pitch in ((wide.mean((2, 3), keepdim=True), 16), (wide[:, :8], 16), (wide[:1, :8], 8)):
+        assert launch.pitch(image) == pitch
+    laid = torch.zeros(4, 16, 2, 2).contiguous(memory_format=torch.channels_last)
+    assert [launch.pitch(each) for each in (laid, laid[:, :8], laid[:, :8, :, :1])] == [16, 16, 32]
+    assert launch.pixels_of(wide.mean((2, 3), keepdim=True).bfloat16()).view(torch.int64).shape == (4, 4)
+
+
+def parted() -> Plan:
+    """Two stages that have no channel in common, though each has a block of the stem's."""
+    draft = Draft("parted", (3, 8, 8))
+    stem = draft.conv("stem", "input", (1,) * 8 + (2,) * 8)
+    heads = []
+    for stage, first in ((1, 0), (2, 8)):
+        x = draft.select(f"part{stage}", stem, tuple(range(first, first + 8)), (stage,) * 8)
+        x = draft.conv(f"conv{stage}", draft.relu(draft.norm(f"norm{stage}", x)), (stage,) * 8)
+        heads.append(draft.head(stage, draft.relu(draft.norm(f"last{stage}", x)), 10))
+    return draft.finish(heads, ("1", "2"))
+
+
+def test_images_are_shared_only_by_stages_that_have_the_first_of_them() -> None:
+    assert can_live_within(parted()) and not leads(parted(), 1, 2)
+    for name in CIFAR:
+        drawn = plan(NetworkRecipe(name=name))
+        assert all(leads(drawn, stage, drawn.answering[-1]) for stage in drawn.answering), name
 
 
 def test_no_kernels_on_a_cpu() -> None:

@@ -269,7 +269,7 @@ static_assert(WARPS % WARPS_IN == 0 && PIXELS % (16 * SHARES) == 0, "warps");
 constexpr int IMAGE_BYTES = (SPOTS * CIN * 2 + 127) / 128 * 128, STAGE_BYTES = IMAGE_BYTES + PIXELS * COUT * 2;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
-    const Images images, const Images gradients, const Sums partials, u32 tiles) {
+    const __grid_constant__ Images images, const __grid_constant__ Images gradients, const __grid_constant__ Sums partials, u32 tiles) {
     extern __shared__ __align__(128) unsigned char memory[];
     const uint4 *x = images.of[blockIdx.y], *dy = gradients.of[blockIdx.y];
     float* partial = partials.of[blockIdx.y];

@@ -271,7 +271,7 @@ static_assert(PRODUCTS % GROUPS == 0, "groups");
 __device__ __forceinline__ constexpr int first_of(int product) { return AT_ONCE == 1 ? product : AT_ONCE == 2 ? least(2 * product, 7) : 3 * product; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
-    const Images images, const Images gradients, const Sums partials, u32 tiles) {
+    const __grid_constant__ Images images, const __grid_constant__ Images gradients, const __grid_constant__ Sums partials, u32 tiles) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint4 *x = images.of[blockIdx.y], *dy = gradients.of[blockIdx.y];
     float* partial = partials.of[blockIdx.y];

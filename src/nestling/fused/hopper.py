@@ -101,7 +101,7 @@ def conv_patches(side: int, cin: int, cout: int, back: bool = False) -> Patches:
 def weight_patches(images: int, side: int, cin: int, cout: int) -> Patches:
     """Few splits, since each has as much to write as the weight is large, and several layers fill the chip."""
     many = cin >= 64
-    chosen = Patches(2 if side == 8 else 1, 8, 3 if many else 1, 1 if many else 2 if side == 32 else 3)
+    chosen = Patches(2 if side == 8 else 1, 8, 3 if many else 1, 1 if many else 2 if side == 32 or cout > 32 else 3)
     tiles = images * side * side // chosen.pixels(side)
     wanted = (8 if side == 8 and cout == 64 else 16) * 64 * 64 // (cin * cout) if many else 22 if side == 32 else side
     return chosen._replace(splits=max(1, min(tiles, wanted)))

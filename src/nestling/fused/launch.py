@@ -87,8 +87,14 @@ def image(like: Tensor, channels: int) -> Tensor:
 
 
 def pitch(x: Tensor) -> int:
-    """Numbers from one pixel to the next: more than it has channels where these are the first of a wider image's."""
-    return x.stride(3)
+    """Numbers from one pixel to the next: more than it has channels where these are the first of a wider image's. The stride of a
+    dimension of size one says nothing."""
+    return next((x.stride(d) for d in (3, 2, 0) if x.shape[d] > 1), x.shape[1])
+
+
+def pixels_of(x: Tensor) -> Tensor:
+    """A dense image as a matrix, one row for each pixel."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def rows_of(x: Tensor) -> int:
@@ -344,7 +350,8 @@ def runs(table: Sequence[int], dtype: torch.dtype) -> list[int]:
     """A table of channels, as one of eight bytes of neighbours each if it is made of such."""
     n = 8 // dtype.itemsize
     found = [tuple(table[i : i + n]) for i in range(0, len(table), n)]
-    whole = all(run in ((-1,) * n, tuple(range(run[0], run[0] + n))) and run[0] % n in (0, n - 1) for run in found)
+    zeros = (-1,) * n
+    whole = all(run == zeros or (run[0] % n == 0 and run == tuple(range(run[0], run[0] + n))) for run in found)
     return [run[0] // n for run in found] if whole else list(table)
 
 
@@ -356,7 +363,7 @@ def pick(x: Tensor, table: Tensor, channels: int) -> Tensor:
     images = (x, y)
     if c < channels:
         cin = cin * c // channels
-        images = (x.permute(0, 2, 3, 1).view(torch.int64), y.permute(0, 2, 3, 1).view(torch.int64))
+        images = (pixels_of(x).view(torch.int64), pixels_of(y).view(torch.int64))
     kernels().pick[(m // rows,)](images[0], table, images[1], CIN=cin, C=c, CP=power(c, 8), BM=rows, num_warps=4)
     return y
 

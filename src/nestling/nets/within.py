@@ -27,6 +27,15 @@ def keeper(plan: Plan, node: Node) -> int:
     return max(s for s in plan.answering if plan.kept(s)[node.name])
 
 
+def leads(plan: Plan, stage: int, last: int) -> bool:
+    """Whether each image that both stages have is, at the earlier one, the first channels of what it is at the last."""
+    mine, theirs = plan.kept(stage), plan.kept(last)
+    first = all(theirs[name][: len(rows)] == rows for name, rows in mine.items() if rows and theirs[name])
+    small, large = plan.restrict(stage), plan.restrict(last)
+    cut = [(node, large.by_name[node.name]) for node in small.nodes if node.name in large.by_name and node.source]
+    return first and all(whole.source[: len(node.source)] == node.source for node, whole in cut)
+
+
 def within(net: NestedNet, stage: int) -> NestedNet:
     """D_stage over the memory of `net`. Make it after the network has moved to its device and layout."""
     if not can_live_within(net.plan):

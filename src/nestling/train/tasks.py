@@ -17,7 +17,7 @@ from nestling.fused import PREFERRED, Fused, Kept, suits
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.nets import NestedNet
-from nestling.nets.within import can_live_within, memory_order, positions, within
+from nestling.nets.within import can_live_within, leads, memory_order, positions, within
 from nestling.recipe import TrainRecipe
 from nestling.train.losses import stage_loss
 
@@ -50,6 +50,8 @@ class Tasks:
         self.leaves = [[leaves[name] for name in whole if name in leaves] for leaves in mine]
         self.orders = [[memory_order(whole[name]) for name in whole if name in leaves] for leaves in mine]
         self.nets: list[Any] = [faster(small, train) if compiled else small for small in smalls]
+        fused = all(isinstance(each, Fused) for each in self.nets)
+        self.shares_images = fused and all(leads(net.plan, stage, stages[-1]) for stage in stages)
         layout = from_owners(list(whole.items()), net.owners(), len(stages))
         self.rows = FlatRows(list(whole.values()), layout, [positions(net, stage) for stage in stages])
         on_cuda = self.rows.device.type == "cuda"
@@ -58,7 +60,7 @@ class Tasks:
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Report]:
         last = len(self.nets) - 1
         losses: list[Tensor] = [y] * (last + 1)
-        kept = Kept() if isinstance(self.nets[last], Fused) else None  # held until all streams have read it
+        kept = Kept() if self.shares_images else None  # held until all streams have read it
         teacher: Tensor | None = None
         answered: torch.cuda.Event | None = None
         main = torch.cuda.current_stream() if self.streams else None
@@ -80,11 +82,8 @@ class Tasks:
 
     def forward(self, task: int, x: Tensor, kept: Kept | None) -> Tensor:
         """A task's logits. By the rule of births the longest has computed all the images of the others on its way."""
-        net: Any = self.nets[task]
-        if kept is None or not isinstance(net, Fused):
-            (logits,) = net(x)
-        else:
-            (logits,) = net(x, kept=kept) if task == len(self.nets) - 1 else net(x, known=kept)
+        role = {} if kept is None else {"kept": kept} if task == len(self.nets) - 1 else {"known": kept}
+        (logits,) = self.nets[task](x, **role)
         found: Tensor = logits
         return found
 
