@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import launch, narrow, proof
+from nestling.fused import cuts, launch, narrow, proof
 from nestling.fused.launch import InCuda
 from nestling.fused.narrow import Blocks
 from nestling.provenance import provenance
@@ -79,14 +79,14 @@ class Case:
         self.shadow = launch.Shadow([self.weight])
         self.shadow.refresh()
 
-    def forward(self, tiles: launch.Tiles | InCuda | None = None) -> Any:
+    def forward(self, tiles: cuts.Tiles | InCuda | None = None) -> Any:
         shadow = self.shadow.parts[0]
         return launch.norm_relu_conv(self.z, self.affine, shadow, self.channels, moments=True, tiles=tiles)
 
-    def back(self, tiles: launch.Tiles | InCuda | None = None) -> Any:
+    def back(self, tiles: cuts.Tiles | InCuda | None = None) -> Any:
         return launch.conv(self.dy, self.shadow.parts[0], self.channels, back=(self.z, self.affine), tiles=tiles)
 
-    def weights(self, splits: launch.Splits | InCuda | None = None) -> Any:
+    def weights(self, splits: cuts.Splits | InCuda | None = None) -> Any:
         """Of one layer, though a step makes those of up to eight at once."""
         return launch.weight_gradient(self.x, self.dy, None, splits)
 
@@ -102,11 +102,11 @@ class Case:
 
 def conv_choices(case: Case) -> list[Any]:
     """Triton's: all taps one by one, or three at a time where a row of them is narrow. Those of conv.cu where it fits."""
-    wide = launch.power(case.channels)
-    depths = {(min(wide, 64), 1)} | ({(launch.power(3 * case.channels), 3)} if case.channels <= 16 else set())
+    wide = cuts.power(case.channels)
+    depths = {(min(wide, 64), 1)} | ({(cuts.power(3 * case.channels), 3)} if case.channels <= 16 else set())
     columns = {8, 16} if case.channels == 8 else {min(wide, 64), min(wide, 128)}
     found = itertools.product((64, 128, 256, 512), columns, sorted(depths), (4, 8), (2, 3, 4))
-    tiles = [launch.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
+    tiles = [cuts.Tiles(r, c, depth, w, s, taps) for r, c, (depth, taps), w, s in found]
     found_blocks = [
         Blocks(r, w, n) for r, w, n in itertools.product((4, 8, 16), (4, 8), (2, 3, 4, 6)) if r <= case.side
     ]
@@ -116,14 +116,14 @@ def conv_choices(case: Case) -> list[Any]:
 
 
 def split_choices(case: Case) -> list[Any]:
-    wide, row = launch.power(case.channels), launch.power(3 * case.channels)
+    wide, row = cuts.power(case.channels), cuts.power(3 * case.channels)
     shapes = {(min(wide, 64), min(wide, 64)), (min(wide, 64), min(wide, 32))} | ({(wide, row)} if row <= 128 else set())
     found = itertools.product((32, 64, 128), sorted(shapes), (66, 132, 264, 396), (4, 8), (2, 3))
     counts = itertools.product((4, 8), (4, 8), (2, 3, 4), (32, 64, 128, 256))
     found_blocks = [Blocks(r, w, n, count) for r, w, n, count in counts if count * r <= len(case.x) * case.side]
     blocks = [b for b in found_blocks if b.rows * case.side % (16 * b.warps * 8 // max(8, case.channels)) == 0]
     few = narrow.suits(case.x, case.channels)
-    return (blocks if few else []) + [launch.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
+    return (blocks if few else []) + [cuts.Splits(p, o, i, n, w, s) for p, (o, i), n, w, s in found]
 
 
 def compile_some(job: tuple[int, int, int, int, int]) -> None:
@@ -203,9 +203,9 @@ def in_use(case: Case) -> dict[str, Any]:
 def tritons(case: Case) -> dict[str, Any]:
     pixels, c = launch.rows_of(case.x), case.channels
     return {
-        "forward": launch.conv_tiles(pixels, c, c),
-        "back": launch.conv_tiles(pixels, c, c, back=True),
-        "weights": launch.weight_splits(pixels, c, c),
+        "forward": cuts.conv_tiles(pixels, c, c),
+        "back": cuts.conv_tiles(pixels, c, c, back=True),
+        "weights": cuts.weight_splits(pixels, c, c),
     }
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from nestling.fused import Fused, Kept, launch, proof
+from nestling.fused import Fused, Kept, cuts, launch, proof
 from nestling.fused.aside import Aside
 from nestling.fused.forward import Unit
 from nestling.fused.functions import Done, NormRelu, NormReluConv, Weight
@@ -57,16 +57,16 @@ def proofs() -> int:
     held = 0
     like = torch.empty(4, 8, 8, 8).contiguous(memory_format=torch.channels_last)
     for cout in (8, 16):
-        tiles = launch.conv_tiles(launch.rows_of(like), 8, cout)
+        tiles = cuts.conv_tiles(launch.rows_of(like), 8, cout)
         for normed, adds, moments in itertools.product((False, True), repeat=3):
             assert proof.conv_agrees(like, cout, tiles, normed, adds, moments)
             held += 1
         for before in (like_of(like, cout), like_of(like, cout + 8)[:, :cout]):
             assert proof.back_agrees(like, before, tiles)
         for wide in (like, like_of(like, 24)[:, :8]):
-            assert proof.weight_agrees(wide, cout, launch.weight_splits(launch.rows_of(like), 8, cout))
+            assert proof.weight_agrees(wide, cout, cuts.weight_splits(launch.rows_of(like), 8, cout))
         held += 4
-    held += sum(cuts(channels, side) for channels, side in SHAPES) + stems(like)
+    held += sum(tiles_of_many_images(channels, side) for channels, side in SHAPES) + stems(like)
     image = proof.random_image(like, 8, 0)
     found = launch.moments_of(image)
     assert proof.moments_agree(found, image)
@@ -83,18 +83,18 @@ def stems(like: torch.Tensor) -> int:
     """Few inputs, many outputs."""
     pictures = like[:, :3].contiguous(memory_format=torch.channels_last)
     for cout in (16, 72, 128):
-        splits = launch.weight_splits(launch.rows_of(pictures), 3, cout)
+        splits = cuts.weight_splits(launch.rows_of(pictures), 3, cout)
         assert proof.weight_agrees(pictures, cout, splits), cout
     return 3
 
 
-def cuts(channels: int, side: int) -> int:
+def tiles_of_many_images(channels: int, side: int) -> int:
     """The tiles that 128 images get, on fewer images."""
     like, pixels = torch.empty(2, channels, 16, 16).contiguous(memory_format=torch.channels_last), 128 * side**2
-    tiles = [launch.conv_tiles(pixels, channels, channels, back) for back in (False, True)]
+    tiles = [cuts.conv_tiles(pixels, channels, channels, back) for back in (False, True)]
     assert proof.conv_agrees(like, channels, tiles[0], normed=True, adds=True, moments=True)
     assert proof.back_agrees(like, like, tiles[1])
-    splits = launch.weight_splits(pixels, channels, channels)
+    splits = cuts.weight_splits(pixels, channels, channels)
     assert proof.weight_agrees(like, channels, splits)
     assert proof.weight_agrees(like_of(like, 2 * channels)[:, :channels], channels, splits)
     return 4

@@ -16,7 +16,7 @@ import torch
 from test_gradients import batch, losses_of, make
 
 from nestling.combine import OSGD
-from nestling.fused import Fused, cuda, hopper, launch, narrow, proof
+from nestling.fused import Fused, cuda, cuts, hopper, narrow, proof
 from nestling.gradients import Accumulator, kernels
 from nestling.nets import build
 from nestling.nets.within import within
@@ -166,7 +166,7 @@ def test_a_kernel_in_cuda_c_that_cannot_be_had_leaves_it_to_triton() -> None:
 
     assert not proof.runs_and(fails, narrow.conv_blocks(32, 8))
     with pytest.raises(RuntimeError, match="architecture"):
-        proof.runs_and(fails, launch.conv_tiles(2**17, 8, 8))
+        proof.runs_and(fails, cuts.conv_tiles(2**17, 8, 8))
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from torch.nn import grad
 
 from nestling.fused import Fused, hopper, launch, narrow, proof, suits
 from nestling.fused.aside import Aside, Joined
+from nestling.fused.cuts import conv_tiles, weight_splits
 from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
-from nestling.fused.launch import conv_tiles, elementwise_rows, weight_splits
+from nestling.fused.launch import elementwise_rows
 from nestling.nets import NestedNet, build, plan
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Node, Plan

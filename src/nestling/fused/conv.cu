@@ -114,15 +114,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #pragma unroll
         for (int turn = 0; turn < TURNS<CIN>; turn++) {
             Chunk at = chunk_of<CIN, CIN>(turn, block);
-            u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
-            if (at.inside)
-#pragma unroll
-                for (int k = 0; k < 4; k++)
-                    pairs[k] = rounded_relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k]),
-                                            fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1]));
-            uint4 normed = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            if (at.mine) h[at.number] = normed;
-            if (at.there) put(tile + at.place, normed);
+            uint4 made = at.inside ? normed(got[turn], scale, shift) : got[turn];
+            if (at.mine) h[at.number] = made;
+            if (at.there) put(tile + at.place, made);
         }
     }
 #endif

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import hopper, launch, narrow, proof
+from nestling.fused import cuts, hopper, launch, narrow, proof
 from nestling.fused.aside import Aside, Joined
 from nestling.fused.functions import AddAll, Back, Conv, Done, Fan, Linear, NormRelu, NormReluConv, Weight
 from nestling.nets import NestedNet
@@ -145,7 +145,7 @@ def fits(net: NestedNet, batch: int) -> bool:
     stems = [node for node in net.plan.nodes[1:] if fits_stem(net.plan, node)]
     sizes = [unit.norm.size for unit in units] + [node.size for node in (*sums, *stems)]
     pixels = [batch * prod(size) for size in sizes]
-    whole = all(each % launch.LEAST == 0 and each * CHANNELS[-1] < 2**31 for each in pixels)  # places are 32 bits
+    whole = all(each % cuts.LEAST == 0 and each * CHANNELS[-1] < 2**31 for each in pixels)  # places are 32 bits
     read = [unit.conv.name for unit in fused if unit.conv is not None]
     read += [node.name for node in stems]
     laid = all(launch.can_pack(net.layer(name).weight) for name in read)

@@ -127,13 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #pragma unroll
         for (int turn = 0; turn < TURNS<CHUNKS>; turn++) {
             Chunk at = chunk_of<CHUNKS, CIN>(turn, block, 0);
-            u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                pairs[k] = rounded_relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k]), fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1]));
-            uint4 normed = at.inside ? make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]) : make_uint4(0, 0, 0, 0);
-            if (at.mine && part == 0) h[at.number] = normed;
-            if (at.there) put(tile + at.place, normed);
+            uint4 made = normed(got[turn], scale, shift);
+            made = at.inside ? made : make_uint4(0, 0, 0, 0);
+            if (at.mine && part == 0) h[at.number] = made;
+            if (at.there) put(tile + at.place, made);
         }
     }
 #endif

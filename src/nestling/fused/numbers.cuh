@@ -14,6 +14,16 @@ __device__ __forceinline__ float over_rows(float x) {
     return x;
 }
 
+// Eight channels of a pixel after batch norm and relu
+__device__ __forceinline__ uint4 normed(uint4 z, const float (&scale)[8], const float (&shift)[8]) {
+    u32 pairs[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        pairs[k] = rounded_relu(fmaf(low(pairs[k]), scale[2 * k], shift[2 * k]),
+                                fmaf(high(pairs[k]), scale[2 * k + 1], shift[2 * k + 1]));
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 // Two numbers that are bf16 already
 __device__ __forceinline__ u32 paired(float low, float high) { return __float_as_uint(low) >> 16 | __float_as_uint(high); }
 

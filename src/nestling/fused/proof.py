@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import hopper, launch, narrow
-from nestling.fused.launch import InCuda, Splits, Tiles
+from nestling.fused import cuts, hopper, launch, narrow
+from nestling.fused.cuts import Splits, Tiles
+from nestling.fused.launch import InCuda
 
 CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
 STAGES = (2, 4, 1)  # tried in turn after the fastest
@@ -46,7 +47,7 @@ def splits(x: Tensor, cout: int) -> Splits | InCuda:
 def conv_choices(x: Tensor, cout: int, normed: bool) -> list[Any]:
     """The fastest first, then others that may be right where that is not."""
     _, cin, side, _ = x.shape
-    found = in_stages(launch.conv_tiles(launch.rows_of(x), cin, cout))
+    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout))
     if normed and narrow.suits(x, cout):
         found = [narrow.conv_blocks(side, cout), *found]
     return [hopper.conv_patches(side, cin, cout), *found] if normed and hopper.suits(x, cout) else found
@@ -54,7 +55,7 @@ def conv_choices(x: Tensor, cout: int, normed: bool) -> list[Any]:
 
 def back_choices(x: Tensor, cout: int) -> list[Any]:
     _, cin, side, _ = x.shape
-    found = in_stages(launch.conv_tiles(launch.rows_of(x), cin, cout, back=True))
+    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout, back=True))
     if narrow.suits(x, cout):
         found = [narrow.conv_blocks(side, cout), *found]
     return [hopper.conv_patches(side, cin, cout, back=True), *found] if hopper.suits(x, cout) else found
@@ -62,7 +63,7 @@ def back_choices(x: Tensor, cout: int) -> list[Any]:
 
 def split_choices(x: Tensor, cout: int) -> list[Any]:
     images, cin, side, _ = x.shape
-    found = in_stages(launch.weight_splits(launch.rows_of(x), cin, cout))
+    found = in_stages(cuts.weight_splits(launch.rows_of(x), cin, cout))
     if narrow.suits(x, cout):
         found = [narrow.weight_blocks(images, side, cout), *found]
     return [hopper.weight_patches(images, side, cin, cout), *found] if hopper.suits(x, cout) else found
