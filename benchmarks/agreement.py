@@ -28,10 +28,10 @@ from nestling.data.dataset import channel_statistics
 from nestling.data.split import MemorySplit
 from nestling.data.synthetic import make
 from nestling.nets import build, plan
-from nestling.provenance import provenance
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import named
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.runs.folder import RunDir
+from nestling.runs.provenance import provenance
 from nestling.train import engine, train
 from nestling.train.loop import epoch_generator, make_optimizer
 from nestling.train.schedule import epoch_rates

@@ -14,7 +14,7 @@ from typing import Any
 
 import nestling
 from nestling.nets.layers import NestedBatchNorm2d
-from nestling.provenance import provenance
+from nestling.runs.provenance import provenance
 
 
 def count(run: str, below: float) -> list[dict[str, Any]]:

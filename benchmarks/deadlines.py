@@ -81,7 +81,7 @@ class Subject:
         self.images: NDArray[Any]
         self.wrong: NDArray[np.float64] | None = None  # (1 + stages, N): the prior, then each stage
         if portable:
-            from nestling.portable import Portable
+            from nestling.runtime.portable import Portable
 
             self.runtime: Any = Portable(source, threads)
             if pictures:
@@ -94,10 +94,10 @@ class Subject:
 
     def open(self, source: str, threads: int) -> Any:
         from nestling.data import load
-        from nestling.evaluate import OUTPUTS
         from nestling.nets import NETS, build
-        from nestling.recipe import NetworkRecipe
-        from nestling.rundir import RunDir
+        from nestling.recipes.recipe import NetworkRecipe
+        from nestling.runs.evaluate import OUTPUTS
+        from nestling.runs.folder import RunDir
         from nestling.runtime import Runtime
 
         if source in NETS:
@@ -146,7 +146,7 @@ class Known:
     questions: int  # that had been answered
 
     def shares(self, trace: Any, trails: list[Any]) -> NDArray[np.float64]:
-        from nestling.anytime.forecast import KEPT, Forecast, Recent
+        from nestling.runtime.forecast import KEPT, Forecast, Recent
 
         recent = Recent(trails[max(0, self.questions - KEPT) : self.questions])
         return Forecast(trace, recent=recent).shares(self.looks, self.slowdown)
@@ -243,7 +243,7 @@ def by_deadline(
     wrong: NDArray[np.float64] | None,
 ) -> list[dict[str, Any]]:
     """Who answered, how well, and what was foretold: by the runtime, and by the profile taken under the same load."""
-    from nestling.anytime.forecast import Forecast
+    from nestling.runtime.forecast import Forecast
 
     profile = Forecast(trace)
     edges = np.linspace(*RANGE, BINS + 1) * full
@@ -283,13 +283,13 @@ def by_deadline(
 def curve(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from nestling.anytime.engine import Stop
-    from nestling.deadline import NEST, ORACLE_ALL, anytime, oracle_all, timed
-    from nestling.evaluate import OUTPUTS
     from nestling.report.runs import CURVE
-    from nestling.rundir import RunDir
+    from nestling.runs.evaluate import OUTPUTS
+    from nestling.runs.folder import RunDir
     from nestling.runtime.build import build_engine
+    from nestling.runtime.engine import Stop
     from nestling.runtime.runtime import load_run
+    from nestling.studies.deadline import NEST, ORACLE_ALL, anytime, oracle_all, timed
 
     torch.set_num_threads(1)
     folders = [options.source, *options.alone]
@@ -472,7 +472,7 @@ def where(portable: bool) -> dict[str, Any]:
     """Command, versions and machine; without torch only what the standard library tells."""
     command = " ".join(sys.argv)
     if not portable:
-        from nestling.provenance import provenance
+        from nestling.runs.provenance import provenance
 
         return provenance(command, "cpu", time.time) | {"onnxruntime": version("onnxruntime")}
     versions = {name: version(name) for name in ("nestling", "numpy", "onnxruntime")}

@@ -101,8 +101,8 @@ def summed(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
 
 
 def ours(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
-    from nestling.combine import OSGD
     from nestling.gradients import Accumulator
+    from nestling.gradients.combiners import OSGD
 
     rows = Accumulator(net, OSGD())
 
@@ -117,7 +117,7 @@ def torchjd(chunk: int | None) -> Callable[[nn.Module, Callable[[], list[Tensor]
     def make(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
         from torchjd.autojac import backward, jac_to_grad
 
-        from nestling.combine.torchjd import OSGDAggregator
+        from nestling.gradients.combiners.torchjd import OSGDAggregator
 
         aggregator = OSGDAggregator()
 
@@ -134,7 +134,7 @@ def torchjd(chunk: int | None) -> Callable[[nn.Module, Callable[[], list[Tensor]
 def autogram(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     from torchjd.autogram import Engine
 
-    from nestling.combine.torchjd import OSGDWeighting
+    from nestling.gradients.combiners.torchjd import OSGDWeighting
 
     engine, weighting = Engine(net, batch_dim=None), OSGDWeighting()
 
@@ -298,8 +298,8 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> list[dict[str, object]]:
     """Gram matrix, weights and update of rows that own everything, checked, against copying as many bytes."""
-    from nestling.combine import OSGD
     from nestling.gradients import kernels
+    from nestling.gradients.combiners import OSGD
     from nestling.gradients.owners import Spec, from_masks
     from nestling.gradients.rows import Rows
 

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from nestling.data import DataSet, load
 from nestling.data.folder import MEAN, STD
-from nestling.provenance import provenance
-from nestling.recipe import Recipe, override
 from nestling.recipes import named
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import Recipe, override
+from nestling.runs.folder import RunDir
+from nestling.runs.provenance import provenance
 from nestling.train import Training
 
 TRAIN, VALIDATION, EPOCHS, CLASSES = 1_281_167, 50_000, 90, 1000

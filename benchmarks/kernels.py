@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import cuts, launch, narrow, proof
-from nestling.fused.launch import InCuda
-from nestling.fused.narrow import Blocks
-from nestling.provenance import provenance
+from nestling.kernels import cuts, launch, narrow, proof
+from nestling.kernels.launch import InCuda
+from nestling.kernels.narrow import Blocks
+from nestling.runs.provenance import provenance
 
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
 

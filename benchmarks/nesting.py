@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.nets import build, plan
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 TARGET = 1.10
 

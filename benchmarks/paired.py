@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nestling.provenance import provenance
-from nestling.rundir import RunDir
+from nestling.runs.folder import RunDir
+from nestling.runs.provenance import provenance
 
 
 def mistakes(path: str) -> tuple[dict[int, Tensor], Tensor]:

@@ -26,16 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestling.anytime import Anytime, Spec
-from nestling.anytime.engine import Engine, Floats, Stop
 from nestling.export.write import run_all
 from nestling.nets import NETS, NestedNet, Plan, build, plan
 from nestling.nets.births import grow
-from nestling.provenance import provenance
-from nestling.recipe import NetworkRecipe
-from nestling.rundir import RunDir
-from nestling.runtime import Runtime
+from nestling.recipes.recipe import NetworkRecipe
+from nestling.runs.folder import RunDir
+from nestling.runs.provenance import provenance
+from nestling.runtime import Anytime, Runtime, Spec
 from nestling.runtime.build import build_engine
+from nestling.runtime.engine import Engine, Floats, Stop
 from nestling.runtime.runtime import load_run
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}

@@ -29,8 +29,8 @@ from striped import Striped, stripes_step
 
 from nestling.data.split import MemorySplit
 from nestling.nets import build, plan
-from nestling.provenance import provenance
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.runs.provenance import provenance
 from nestling.train import engine, tasks
 from nestling.train.loop import make_optimizer
 from nestling.train.step import Step
@@ -184,7 +184,7 @@ def make_aggregator(name: str) -> Any:
     """osgd and mean need torchjd and torch alone; upgrad also needs quadprog and qpsolvers."""
     from torchjd import aggregation
 
-    from nestling.combine.torchjd import OSGDAggregator
+    from nestling.gradients.combiners.torchjd import OSGDAggregator
 
     return {"osgd": OSGDAggregator, "mean": aggregation.Mean, "upgrad": aggregation.UPGrad}[name]()
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nestling.combine import COMBINERS
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward
+from nestling.gradients.combiners import COMBINERS
 
 
 class Nest(nn.Module):
@@ -121,7 +121,7 @@ def main(cases: list[str], folder: str) -> None:
             save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.cli.entry
+    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.commands.cli.entry
 
 
 if __name__ == "__main__":

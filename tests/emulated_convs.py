@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.fused import Fused, Kept, cuda, hopper, launch, narrow, proof
-from nestling.fused.forward import Unit
+from nestling.kernels import Fused, Kept, cuda, hopper, launch, narrow, proof
+from nestling.kernels.forward import Unit
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
 SHAPES = [(8, 8, 32), (16, 16, 32), (32, 32, 16), (8, 16, 16), (16, 32, 8), (32, 16, 8)]  # in, out, side

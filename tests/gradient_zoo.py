@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import nestling.gradients as gradients
-from nestling.combine import Report
+from nestling.gradients.combiners import Report
 from nestling.gradients.contract import Combiner
 
 TOLERANCE = 1e-12

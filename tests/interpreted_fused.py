@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from nestling.fused import Fused, Kept, cuts, launch, proof
-from nestling.fused.aside import Aside
-from nestling.fused.forward import Unit
-from nestling.fused.functions import Done, NormRelu, NormReluConv, Weight
+from nestling.kernels import Fused, Kept, cuts, launch, proof
+from nestling.kernels.aside import Aside
+from nestling.kernels.forward import Unit
+from nestling.kernels.functions import Done, NormRelu, NormReluConv, Weight
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]
 CASES = {  # network -> stages to look at (0: the whole network, masked)

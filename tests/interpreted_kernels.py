@@ -7,8 +7,8 @@ import torch
 from test_gradients import batch, losses_of, make
 from torch import nn
 
-from nestling.combine import COMBINERS, OSGD
 from nestling.gradients import Accumulator, gpu, kernels
+from nestling.gradients.combiners import COMBINERS, OSGD
 
 
 def pretend() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from nestling import profile
-from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
+from nestling.studies import profile
 from nestling.train import train
 
 NAME = "width-digits"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import agreement
 from agreement import OTHER_KERNELS, REFERENCE, Way
 
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "agreement.py"

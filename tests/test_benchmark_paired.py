@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nestling.recipe import NetworkRecipe, Recipe
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import NetworkRecipe, Recipe
+from nestling.runs.folder import RunDir
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "paired.py"
 

@@ -15,7 +15,7 @@ from floor import floors
 from striped import Striped, copied, stripes_step
 
 from nestling.nets import NestedNet, build, plan
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 from nestling.train.step import Step
 
 NETWORKS = ["width-digits", "depth-digits", "alternate-digits", "cascade-digits"]
@@ -50,7 +50,7 @@ def test_copied_stripes_differ_when_the_weights_do() -> None:
 def test_stripes_take_the_same_step(name: str, way: str) -> None:
     """One step of the nest and one of the stripes, then the same answers again: gradients and combination agree."""
     pytest.importorskip("torchjd")
-    from nestling.combine.torchjd import OSGDAggregator
+    from nestling.gradients.combiners.torchjd import OSGDAggregator
 
     strategy = StrategyRecipe(name="sgd" if way == "sgd" else "osgd")
     recipe = Recipe(name="step", network=NetworkRecipe(name=name), strategy=strategy, train=TrainRecipe())

@@ -16,7 +16,7 @@ from nestling.nets.births import block_levels, depth_links, grow, level_lists, o
 from nestling.nets.draft import Draft
 from nestling.nets.plan import WEIGHTED, Node, Plan
 from nestling.nets.settle import check
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 # --- no torch -----------------------------------------------------------------------------------------------------
 
@@ -29,9 +29,9 @@ class Wall:
 sys.meta_path.insert(0, Wall())
 import nestling.nets.births, nestling.nets.plan, nestling.nets.ties
 from nestling.nets import NETS, plan
-from nestling.describe import command
+from nestling.commands.describe import command
 from nestling.nets.draw import draw
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 for name in NETS:
     small = {"blocks": (8,) * len(NETS[name].blocks)} if NETS[name].kind == "sparse" else {}
     drawn = plan(NetworkRecipe(name=name, **small))

@@ -14,11 +14,13 @@ from typing import get_type_hints
 
 import pytest
 
-from nestling import __version__, cli, shelf
+from nestling import __version__
 from nestling.__main__ import entry
-from nestling.cli import COMMANDS, Command, main
+from nestling.commands import cli
+from nestling.commands.cli import COMMANDS, Command, main
 from nestling.nets import NETS
 from nestling.recipes import RECIPES
+from nestling.runs import shelf
 
 # A command as any other: it works, talks on stdout (by itself and through a child) and fails on request.
 SAMPLE = '''
@@ -132,7 +134,7 @@ def test_what_is_not_installed_is_said_in_json_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "nestling.cli")
+    monkeypatch.delitem(sys.modules, "nestling.commands.cli")
     monkeypatch.setattr(sys, "argv", ["nestling", "train", "--json"])
     with pytest.raises(SystemExit) as stop:
         entry()
@@ -187,7 +189,7 @@ def test_overview_lists_every_command(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_overview_does_not_wait_for_torch() -> None:
-    code = "import sys; from nestling.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    code = "import sys; from nestling.commands.cli import main; main([]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -198,7 +200,7 @@ def test_python_m_nestling_is_the_command_line() -> None:
 
 
 START = (
-    "import sys; from nestling import cli; cli.COMMANDS['sample'] = cli.Command('sample_command', '');"
+    "import sys; from nestling.commands import cli; cli.COMMANDS['sample'] = cli.Command('sample_command', '');"
     "sys.exit(cli.main(sys.argv[1:]))"
 )
 

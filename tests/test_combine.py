@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nestling.combine import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.errors import NestlingError
+from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 
 EXAMPLES = max(100, settings.default.max_examples if settings.default else 0)
 ZOO = matrices()
@@ -253,7 +253,7 @@ def test_seeded_pcgrad_without_epochs_is_in_the_first() -> None:
 
 
 def test_seeded_pcgrad_goes_on_after_its_last_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestling.combine.pcgrad.DRAWN", 5)
+    monkeypatch.setattr("nestling.gradients.combiners.pcgrad.DRAWN", 5)
     found = seeded(seed=3, epoch=5, steps=12)
     assert found[5:10] == found[:5] and found[10:] == found[:2]
 
@@ -331,7 +331,7 @@ def test_wrong_settings_are_refused_in_words(combine: object, words: str) -> Non
 
 def test_torchjd_aggregators_combine_our_rows() -> None:
     aggregation = pytest.importorskip("torchjd.aggregation")
-    from nestling.combine.torchjd import FromTorchJD
+    from nestling.gradients.combiners.torchjd import FromTorchJD
 
     names = ["Sum", "Mean", "IMTLG", "ConFIG", "MGDA", "AlignedMTL"]
     made = [*(getattr(aggregation, name)() for name in names), aggregation.TrimmedMean(trim_number=1)]
@@ -350,7 +350,7 @@ def test_osgd_is_a_torchjd_aggregator(name: str, rows: Tensor) -> None:
     pytest.importorskip("torchjd")
     from torchjd.autojac import backward, jac_to_grad
 
-    from nestling.combine.torchjd import OSGDAggregator
+    from nestling.gradients.combiners.torchjd import OSGDAggregator
 
     order = list(range(len(rows)))[::-1]
     wanted, _ = run(rows, OSGD(order=order))

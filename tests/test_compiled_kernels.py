@@ -15,12 +15,12 @@ import pytest
 import torch
 from test_gradients import batch, losses_of, make
 
-from nestling.combine import OSGD
-from nestling.fused import Fused, cuda, cuts, hopper, narrow, proof
 from nestling.gradients import Accumulator, kernels
+from nestling.gradients.combiners import OSGD
+from nestling.kernels import Fused, cuda, cuts, hopper, narrow, proof
 from nestling.nets import build
 from nestling.nets.within import within
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 triton = pytest.importorskip("triton")
 
@@ -28,8 +28,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from nestling.fused import jitted as fused  # noqa: E402
 from nestling.gradients import jitted as gradients  # noqa: E402
+from nestling.kernels import jitted as fused  # noqa: E402
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32"

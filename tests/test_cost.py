@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nestling.cost import PROFILE, Latency, from_dict, load_profile, to_dict
 from nestling.errors import NestlingError
-from nestling.rundir import RunDir
+from nestling.runs.folder import RunDir
+from nestling.runs.latency import PROFILE, Latency, from_dict, load_profile, to_dict
 
 
 def test_percentiles_by_hand() -> None:

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestling.commands.data import command
 from nestling.data import DATASETS, DataSet, MemorySplit, load
 from nestling.data import digits as digits_room
 from nestling.data.augment import augment, draws, normalise
-from nestling.data.command import command
 from nestling.data.dataset import channel_statistics, choose
 from nestling.data.synthetic import make
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -37,7 +37,7 @@ from nestling.data.cifar10_prepare import OFFICIAL, Archive, prepare
 from nestling.data.dataset import Images, channel_statistics
 from nestling.data.synthetic import make
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 SMALL = make(100, 20, classes=10, shape=(3, 32, 32), seed=5)
 FACTS = Facts(100, 20, channel_statistics(SMALL.train)[0], tuple(range(10)))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from nestling.commands.data import command
 from nestling.data import load
-from nestling.data.command import command
 from nestling.data.folder import MEAN, STD, FolderSplit
 from nestling.data.picture import Unreadable, middle, random_part, read
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestling import deadline
-from nestling.deadline import BASE, NEST, ORACLE_ALL, ORACLE_EACH, Row, Timed, by_scheme
 from nestling.errors import NestlingError
+from nestling.studies import deadline
+from nestling.studies.deadline import BASE, NEST, ORACLE_ALL, ORACLE_EACH, Row, Timed, by_scheme
 
 Table = list[list[float]]
 

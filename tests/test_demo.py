@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nestling import demo
-from nestling.cost import load_profile
-from nestling.rundir import RunDir
+from nestling.commands import demo
+from nestling.runs.folder import RunDir
+from nestling.runs.latency import load_profile
 
 
 @pytest.mark.slow

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nestling import shelf
-from nestling.cli import main
-from nestling.describe import amount, as_text, command, show
+from nestling.commands.cli import main
+from nestling.commands.describe import amount, as_text, command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import depth_links
 from nestling.nets.blocks import survey
 from nestling.nets.draw import colour, draw
-from nestling.recipe import NetworkRecipe, Recipe, flat, keys, override
 from nestling.recipes import RECIPES
+from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override
+from nestling.runs import shelf
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestling.cli import main
+from nestling.commands.cli import main
 from nestling.errors import NestlingError
-from nestling.evaluate import BINS, calibration, command, errors, gallery, judge, top5
 from nestling.nets import plan
-from nestling.recipe import NetworkRecipe, override
 from nestling.recipes import named
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import NetworkRecipe, override
+from nestling.runs.evaluate import BINS, calibration, command, errors, gallery, judge, top5
+from nestling.runs.folder import RunDir
 from nestling.train import train
 
 

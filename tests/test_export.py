@@ -15,9 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nestling import shelf
-from nestling.anytime.manifest import read_manifest
-from nestling.anytime.onnx import OnnxEngine, StageGraph
 from nestling.errors import NestlingError
 from nestling.export import command, export_net, show, write
 from nestling.export.fold import fold, merge, split
@@ -29,8 +26,11 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
 from nestling.nets.plan import Node
-from nestling.portable import Portable
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
+from nestling.runs import shelf
+from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
+from nestling.runtime.manifest import read_manifest
+from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
 
 SMALLER: dict[str, dict[str, Any]] = {

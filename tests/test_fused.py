@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.fused import Fused, hopper, launch, narrow, proof, suits
-from nestling.fused.aside import Aside, Joined
-from nestling.fused.cuts import conv_tiles, weight_splits
-from nestling.fused.forward import Unit, Values, count_readers, fits, fits_sum, items
-from nestling.fused.launch import elementwise_rows
+from nestling.kernels import Fused, hopper, launch, narrow, proof, suits
+from nestling.kernels.aside import Aside, Joined
+from nestling.kernels.cuts import conv_tiles, weight_splits
+from nestling.kernels.forward import Unit, Values, count_readers, fits, fits_sum, items
+from nestling.kernels.launch import elementwise_rows
 from nestling.nets import NestedNet, build, plan
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Node, Plan
 from nestling.nets.within import can_live_within, leads, within
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nestling.combine import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
-from nestling.combine.weighted import Weighted
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, Rows, backward
 from nestling.gradients.checks import explained
+from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
+from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.owners import from_owners
 
 # Nets of every shape that ownership can take.

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from test_gradients import Sliced, batch
 from torch import Tensor, nn
 
-from nestling.combine.greedy import Greedy, stage_of
-from nestling.combine.priority import from_deadlines
 from nestling.errors import NestlingError
+from nestling.gradients.combiners.greedy import Greedy, stage_of
+from nestling.gradients.combiners.priority import from_deadlines
 from nestling.nets import build
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 
 class Normed(Sliced):

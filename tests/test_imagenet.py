@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from nestling.recipes import named
-from nestling.rundir import RunDir
+from nestling.runs.folder import RunDir
 
 CLASSES, TRAIN, VAL = 12, 16, 4  # classes, and pictures of each
 SMALL = (

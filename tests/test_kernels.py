@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_gradients import NETS, assert_same, batch, gradients, losses_of, make
 
-from nestling.combine import COMBINERS, OSGD, PCGrad
 from nestling.gradients import Accumulator, kernels
+from nestling.gradients.combiners import COMBINERS, OSGD, PCGrad
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from nestling.nets.layers import (
     NestedPReLU,
     connections,
 )
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 BIRTHS = (1, 1, 2, 2)
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.nets import NETS, NestedNet, build, plan
 from nestling.nets.within import positions, within
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 LARGE = ("width-resnet50", "depth-sparse66")  # 224x224 and millions of weights: run at a reduced size
 SMALLER: dict[str, dict[str, Any]] = {

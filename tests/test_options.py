@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.runs.folder import RunDir
 from nestling.train import Training, train
 from nestling.train.loop import make_optimizer
 from nestling.train.step import Step, make_combiner

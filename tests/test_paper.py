@@ -29,11 +29,11 @@ from nestling.paper.results import (
     strategy_name,
 )
 from nestling.paper.tables import gap_table, missing, network_table
-from nestling.recipe import NetworkRecipe, override
 from nestling.recipes import RECIPES, named
+from nestling.recipes.recipe import NetworkRecipe, override
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
-from nestling.rundir import RunDir
+from nestling.runs.folder import RunDir
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
 

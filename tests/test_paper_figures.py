@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 from safetensors.torch import load_file
 
-from nestling.deadline import FRACTIONS
 from nestling.errors import NestlingError
 from nestling.nets import plan
 from nestling.paper import command, show
@@ -19,7 +18,8 @@ from nestling.paper.figures import lent
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import read_csv
 from nestling.paper.studies import read_studies
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
+from nestling.studies.deadline import FRACTIONS
 
 SET = ("train.epochs=2", "data.limit=600", "train.batch=20", "train.diagnostics=false", "network.blocks=1,1")
 SHARED = tuple(each for each in SET if "diagnostics" not in each)

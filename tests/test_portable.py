@@ -1,4 +1,4 @@
-"""nestling.portable: the same answers and deadlines without torch, and nothing that is not what was exported."""
+"""nestling.runtime.portable: the same answers and deadlines without torch, and nothing that is not what was exported."""
 
 import json
 import subprocess
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from nestling.anytime.manifest import MANIFEST, checksum
 from nestling.errors import NestlingError
 from nestling.export import export_net
 from nestling.nets import NestedNet, build
-from nestling.portable import Portable
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime
+from nestling.runtime.manifest import MANIFEST, checksum
+from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
 
 
@@ -63,7 +63,7 @@ def refuse(name, *rest):
     return real(name, *rest)
 builtins.__import__ = refuse
 import numpy as np
-from nestling.portable import Portable
+from nestling.runtime.portable import Portable
 with Portable(sys.argv[1]) as runtime:
     x = np.random.default_rng(0).normal(size=(1, 8, 8)).astype(np.float32)
     full = sorted(runtime.answer(x).elapsed for _ in range(50))[25]

@@ -18,22 +18,24 @@ from PIL import Image
 from rich.console import Console
 
 import nestling
-from nestling import confidence, cost, export, nets, predict, profile, train
-from nestling.anytime import Abandoned, Pace, Stop
-from nestling.anytime.engine import Floats
-from nestling.anytime.forecast import KEPT, Forecast, Recent, survey
-from nestling.anytime.forecast import Trail as Recorded
-from nestling.anytime.work import Row, Trail, Work
-from nestling.anytime.worker import Worker
-from nestling.cli import main
+from nestling import export, nets, train
+from nestling.commands import predict
+from nestling.commands.cli import main
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.evaluate import OUTPUTS
-from nestling.recipe import NetworkRecipe
-from nestling.rundir import RunDir
-from nestling.runtime import Runtime
+from nestling.recipes.recipe import NetworkRecipe
+from nestling.runs import latency as cost
+from nestling.runs.evaluate import OUTPUTS
+from nestling.runs.folder import RunDir
+from nestling.runtime import Abandoned, Pace, Runtime, Stop, confidence
 from nestling.runtime.build import build_engine
+from nestling.runtime.engine import Floats
+from nestling.runtime.forecast import KEPT, Forecast, Recent, survey
+from nestling.runtime.forecast import Trail as Recorded
 from nestling.runtime.runtime import load_source
+from nestling.runtime.work import Row, Trail, Work
+from nestling.runtime.worker import Worker
+from nestling.studies import profile
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +282,7 @@ def test_the_runtime_does_what_the_calibration_promised(run: Path) -> None:
     with Runtime(run, device="cpu") as runtime:
         found = runtime.stop_when_sure(0.02)
         from nestling.data import load
-        from nestling.recipe import DataRecipe
+        from nestling.recipes.recipe import DataRecipe
 
         images = torch.cat([x for x, _ in load(DataRecipe(name="digits")).test.batches(100)])
         half = len(images) // 2
@@ -308,7 +310,7 @@ def test_bad_calibration_data_is_refused(logits: Any, labels: Any, loss: float) 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """Four test digits as files: of the network's size, larger, and in colour."""
-    from nestling.recipe import DataRecipe
+    from nestling.recipes.recipe import DataRecipe
 
     folder, test = tmp_path_factory.mktemp("pictures"), load(DataRecipe(name="digits")).test
     for i, pixels in enumerate(test.pictures(torch.arange(4))):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import NestlingError, nearest
-from nestling.recipe import (
+from nestling.recipes.recipe import (
     DataRecipe,
     NetworkRecipe,
     Recipe,

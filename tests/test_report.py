@@ -17,11 +17,10 @@ import pytest
 from report_runs import NAME, make_runs, recipe
 from rich.console import Console
 
-from nestling import deadline, report
-from nestling.cli import main
-from nestling.cost import load_profile
+from nestling import report
+from nestling.commands.cli import main
 from nestling.errors import NestlingError
-from nestling.recipe import Recipe
+from nestling.recipes.recipe import Recipe
 from nestling.report.content import count_text, listed, percent, spread_cell, time_text
 from nestling.report.families import Family, Spread, families, spread
 from nestling.report.figures import training as figures
@@ -29,7 +28,9 @@ from nestling.report.latency import pooled, times
 from nestling.report.runs import Answers, Run, find, read
 from nestling.report.study import Study, study
 from nestling.report.theme import LIGHT, inline
-from nestling.rundir import RunDir
+from nestling.runs.folder import RunDir
+from nestling.runs.latency import load_profile
+from nestling.studies import deadline
 
 
 @pytest.fixture(scope="module")

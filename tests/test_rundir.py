@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.recipe import Recipe, TrainRecipe
-from nestling.rundir import CHECKPOINT, LOG, PROVENANCE, WEIGHTS, RunDir
+from nestling.recipes.recipe import Recipe, TrainRecipe
+from nestling.runs.folder import CHECKPOINT, LOG, PROVENANCE, WEIGHTS, RunDir
 
 
 @pytest.fixture

@@ -23,15 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nestling
-from nestling.anytime import Abandoned, Answer, Anytime, Pace, Spec, Stop, bell, prompt
-from nestling.anytime.answer import softmax
-from nestling.anytime.engine import Floats
-from nestling.anytime.mailbox import Mailbox
-from nestling.anytime.pace import Margin
 from nestling.errors import NestlingError
 from nestling.nets import NETS, NestedNet, build
-from nestling.recipe import NetworkRecipe
-from nestling.runtime import Runtime
+from nestling.recipes.recipe import NetworkRecipe
+from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, prompt
+from nestling.runtime.answer import softmax
+from nestling.runtime.engine import Floats
+from nestling.runtime.mailbox import Mailbox
+from nestling.runtime.pace import Margin
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -753,7 +752,7 @@ def test_one_process_may_ask_for_one_thread_and_for_more() -> None:
     program = """
 import numpy as np
 from nestling.nets import build
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime
 net, x = build(NetworkRecipe(name="width-digits")), np.ones((1, 8, 8), np.float32)
 said = []

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import nestling
-from nestling import profile, shelf
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.evaluate import command
-from nestling.recipe import DataRecipe, from_dict
+from nestling.recipes.recipe import DataRecipe, from_dict
+from nestling.runs import shelf
+from nestling.runs.evaluate import command
+from nestling.studies import profile
 
 
 @pytest.mark.parametrize("name", shelf.names())

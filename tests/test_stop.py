@@ -14,8 +14,8 @@ import torch
 from test_train import digits, untimed, wait_for_log, weights
 from test_train_device import go_ahead
 
-from nestling.recipe import Recipe
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import Recipe
+from nestling.runs.folder import RunDir
 from nestling.train import Training, train
 from nestling.train.stop import Stop, Stopped, on_signal
 

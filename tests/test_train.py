@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from train_ranks import frozen_run
 
-from nestling import cli
+from nestling.commands import cli
 from nestling.errors import NestlingError
 from nestling.files import DiskFull
 from nestling.nets import NestedNet, build
-from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.recipes import RECIPES, named
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.runs.folder import RunDir
 from nestling.train import Training, train, train_side_by_side
 from nestling.train import run as run_module
 from nestling.train.schedule import learning_rate
@@ -317,7 +317,7 @@ def test_flat_rows_see_what_float32_would_miss() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_rows_are_multiplied_as_they_are_where_the_network_trains_in_bfloat16(device: str) -> None:
-    from nestling.combine import OSGD
+    from nestling.gradients.combiners import OSGD
     from nestling.train.tasks import Tasks
 
     net = build(NetworkRecipe(name="width-resnet42", blocks=(1, 1, 1), widths=(8, 16, 16))).train().to(device)

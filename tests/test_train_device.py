@@ -14,18 +14,18 @@ import torch
 from rich.console import Console
 from test_train import digits, untimed, weights
 
-from nestling import device, evaluate
-from nestling.cli import main
-from nestling.combine import OSGD
+from nestling.commands.cli import main
 from nestling.data import MemorySplit, load
-from nestling.device import pick_device
 from nestling.errors import NestlingError
-from nestling.fused import Fused
+from nestling.gradients.combiners import OSGD
+from nestling.kernels import Fused
 from nestling.nets import build
-from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
+from nestling.runs import device, evaluate
+from nestling.runs.device import pick_device
+from nestling.runs.folder import RunDir
 from nestling.train import Training, engine, progress, train, train_side_by_side
-from nestling.train.device import able, lacks_memory, memory_explained
+from nestling.train.capabilities import able, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.loop import make_optimizer
 from nestling.train.progress import Startup
@@ -255,7 +255,8 @@ def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eag
 
 
 def test_kernels_are_cached_where_the_user_says_or_at_home(tmp_path: Path) -> None:
-    code = "import os; from nestling.train.device import cache_kernels as c; print(c()); print(os.environ['TRITON_CACHE_DIR'])"
+    code = "import os; from nestling.train.capabilities import cache_kernels as cache; print(cache())"
+    code += "; print(os.environ['TRITON_CACHE_DIR'])"
     home = {**os.environ, "HOME": str(tmp_path), "TRITON_CACHE_DIR": "/elsewhere"}
     home.pop("TORCHINDUCTOR_CACHE_DIR", None)
     more = code + "; from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nestling.recipe import override
 from nestling.recipes import named
-from nestling.rundir import RunDir
+from nestling.recipes.recipe import override
+from nestling.runs.folder import RunDir
 from nestling.train import Training
 from nestling.train.run import join_ranks
 

@@ -31,7 +31,7 @@ def explain_missing(error: ModuleNotFoundError) -> str:
         raise error
     return (
         f"{package} is not installed; run: pip install nestling, which brings what it needs. Installed with --no-deps, only "
-        "nestling.portable works"
+        "nestling.runtime.portable works"
     )
 
 

@@ -12,7 +12,7 @@ from nestling.data import cifar10, digits, folder, synthetic
 from nestling.data.dataset import DataSet
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError, nearest
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 __all__ = ["DATASETS", "DataSet", "MemorySplit", "Split", "load"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nestling.data.dataset import DataSet, Images, channel_statistics, in_memory
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN = (0.49140, 0.48216, 0.44653)

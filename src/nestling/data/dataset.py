@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 SHUFFLE_SEED = 20200
 

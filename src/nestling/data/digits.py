@@ -9,7 +9,7 @@ import torch
 
 from nestling.data.dataset import DataSet, Images, channel_statistics, fixed_shuffle, in_memory
 from nestling.errors import NestlingError
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 CLASSES = tuple("0123456789")
 TEST = 360

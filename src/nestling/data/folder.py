@@ -20,7 +20,7 @@ from nestling.data.augment import normalise
 from nestling.data.dataset import DataSet, choose
 from nestling.data.split import Batch, check_batch, slices
 from nestling.errors import NestlingError, nearest
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as everybody uses them

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from nestling.data.dataset import DataSet, Images, channel_statistics, in_memory
-from nestling.recipe import DataRecipe
+from nestling.recipes.recipe import DataRecipe
 
 
 def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:

@@ -15,9 +15,9 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from nestling.anytime.onnx import StageGraph, session_options
 from nestling.export.freeze import Frozen
 from nestling.export.graph import IR, OPSET, WRITERS, Graph, Shapes, info, must_trace
+from nestling.runtime.engines.onnx import StageGraph, session_options
 
 
 def native_graphs(

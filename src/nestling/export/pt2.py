@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.anytime.engine import Floats, Stop
-from nestling.anytime.manifest import Manifest, read_graph
 from nestling.errors import NestlingError
 from nestling.export.freeze import Frozen
 from nestling.export.torchstage import TorchStage
+from nestling.runtime.engine import Floats, Stop
+from nestling.runtime.manifest import Manifest, read_graph
 
 
 def write_stage(frozen: Frozen, shapes: Mapping[str, tuple[int, ...]]) -> bytes:

@@ -19,10 +19,6 @@ from numpy.typing import NDArray
 from onnxruntime import quantization
 from torch import Tensor
 
-from nestling.anytime.engine import Floats, warm_up
-from nestling.anytime.manifest import Manifest, StageFile, checksum
-from nestling.anytime.onnx import OnnxEngine, StageGraph
-from nestling.anytime.spec import Spec
 from nestling.data import DataSet
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge
@@ -31,7 +27,11 @@ from nestling.export.graph import write_stage
 from nestling.export.write import run_all, save, verify, versions, whole_folder
 from nestling.files import write_atomically
 from nestling.nets import NestedNet
-from nestling.portable import open_engine
+from nestling.runtime.engine import Floats, warm_up
+from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
+from nestling.runtime.manifest import Manifest, StageFile, checksum
+from nestling.runtime.portable import open_engine
+from nestling.runtime.spec import Spec
 
 CALIBRATION = 256  # training images
 VERIFIED = 64

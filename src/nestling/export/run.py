@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from nestling import shelf
 from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.export.write import export_net
-from nestling.recipe import from_dict
-from nestling.rundir import WEIGHTS
+from nestling.recipes.recipe import from_dict
+from nestling.runs import shelf
+from nestling.runs.folder import WEIGHTS
 from nestling.runtime.runtime import load_source
 
 IMAGES = 64  # real images, at most, that every stage is verified on
@@ -27,7 +27,7 @@ def command(
 
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling.
-        format: onnx (for ONNX Runtime and nestling.portable) or pt2 (torch.export).
+        format: onnx (for ONNX Runtime and nestling.runtime.portable) or pt2 (torch.export).
         out: the folder to write; RUN/export-onnx or the like if not given, NAME-export-onnx for a trained network. An
             earlier export is replaced.
         int8: quantise weights and activations to 8 bits, and say what that does to each stage's error (onnx only).

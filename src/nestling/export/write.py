@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from nestling import __version__
-from nestling.anytime.engine import Engine, Floats, Stop, warm_up
-from nestling.anytime.manifest import MANIFEST, Manifest, StageFile, checksum, read_manifest
-from nestling.anytime.spec import Spec
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
 from nestling.files import saying, to_text, write_atomically
 from nestling.nets import NestedNet
+from nestling.runtime.engine import Engine, Floats, Stop, warm_up
+from nestling.runtime.manifest import MANIFEST, Manifest, StageFile, checksum, read_manifest
+from nestling.runtime.spec import Spec
 
 TOLERANCE = 1e-4  # of logits, relative to the largest where that is above 10
 BATCHES = (1, 32)
@@ -34,7 +34,7 @@ Form = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]
 
 def onnx_form() -> tuple[Form, Callable[[Path, Manifest], Engine]]:
     from nestling.export.graph import write_stage
-    from nestling.portable import open_engine
+    from nestling.runtime.portable import open_engine
 
     return write_stage, open_engine
 

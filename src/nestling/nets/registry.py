@@ -14,7 +14,7 @@ from nestling.nets.plan import Node, Plan
 from nestling.nets.resnet import resnet
 from nestling.nets.settle import check
 from nestling.nets.sparse import sparse_resnet
-from nestling.recipe import NetworkRecipe
+from nestling.recipes.recipe import NetworkRecipe
 
 if TYPE_CHECKING:
     import torch

@@ -17,11 +17,11 @@ from nestling.paper.pictures import VIEWS
 from nestling.paper.results import ALONE, SAME_RUN, Row, collect, compare, less, merged, read_results
 from nestling.paper.studies import read_studies, store_studies, view_rows
 from nestling.paper.tables import LEGEND, label, missing, tables
-from nestling.recipe import NetworkRecipe, show
+from nestling.recipes.recipe import NetworkRecipe, show
 from nestling.report.content import Block, Note, Pictures, Report, Section, Text
 from nestling.report.runs import Run, find
 from nestling.report.write import publish
-from nestling.rundir import RECIPE
+from nestling.runs.folder import RECIPE
 
 SHOWN = ("osgd", "sgd")  # ways of training that the figures show, the paper's own first
 FIXED = "strategy.order="

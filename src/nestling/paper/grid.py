@@ -17,10 +17,10 @@ import torch
 from nestling.errors import NestlingError, nearest
 from nestling.nets import plan
 from nestling.paper.results import ALONE, changes, strategy_name
-from nestling.recipe import NetworkRecipe, Recipe, hints, override, parsed
-from nestling.recipe import StrategyRecipe as Strategy
 from nestling.recipes import named
-from nestling.rundir import RECIPE, RESULTS, RunDir
+from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
+from nestling.recipes.recipe import StrategyRecipe as Strategy
+from nestling.runs.folder import RECIPE, RESULTS, RunDir
 from nestling.train import train, train_side_by_side
 
 TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe

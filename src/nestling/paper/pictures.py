@@ -11,7 +11,6 @@ from math import isinf
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from nestling.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.paper.grid import sizes_of
 from nestling.paper.results import ALONE, Row, paper_number
 from nestling.report.content import Picture, count_text, time_text
@@ -20,6 +19,7 @@ from nestling.report.figures.deadlines import limit_names, places
 from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel, percent_axis
 from nestling.report.theme import BASE as BASE_COLOUR
 from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, PAPER, SCHEMES, Look
+from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 
 WIDTH, HEIGHT = 11.0, 3.9  # inches of a picture of three panels
 PAPER_LOOK = Look(FAINT, "x", "-.")

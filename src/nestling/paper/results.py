@@ -17,10 +17,10 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.files import write_atomically
-from nestling.recipe import Recipe, flat, override, show
 from nestling.recipes import RECIPES
+from nestling.recipes.recipe import Recipe, flat, override, show
 from nestling.report.families import CHANCE
-from nestling.rundir import PROVENANCE, RESULTS, RunDir
+from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 
 Row = dict[str, Any]
 ALONE = "alone"  # the column of independent nets: one net per size, trained by itself

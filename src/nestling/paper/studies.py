@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from math import inf, isinf
 from pathlib import Path
 
-from nestling import profile
-from nestling.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.paper.pictures import View
 from nestling.paper.results import ALONE, Row, changes, less, short, strategy_name, write_csv
 from nestling.paper.tables import label
-from nestling.recipe import Recipe
+from nestling.recipes.recipe import Recipe
 from nestling.report.families import families
 from nestling.report.latency import conditions
 from nestling.report.runs import Run
 from nestling.report.study import study
-from nestling.rundir import WEIGHTS
+from nestling.runs.folder import WEIGHTS
+from nestling.studies import profile
+from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 
 
 def way(recipe: Recipe, settings: Sequence[str] = ()) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nestling.errors import NestlingError, nearest
-from nestling.recipe import Recipe, from_json
 from nestling.recipes import cifar10, digits, imagenet
+from nestling.recipes.recipe import Recipe, from_json
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "digits-width": digits.width,

@@ -6,7 +6,7 @@ In: nothing. Out: complete recipes with OSGD; `--set strategy.name=sgd` gives th
 
 from dataclasses import replace
 
-from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 
 
 def width() -> Recipe:

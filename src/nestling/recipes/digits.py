@@ -5,7 +5,7 @@ In: nothing. Out: complete recipes; every variant changes only the network.
 
 from dataclasses import replace
 
-from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 
 
 def width() -> Recipe:

@@ -3,7 +3,7 @@
 In: nothing. Out: complete recipes; `--set data.root=FOLDER` says where the images are. Expected: the paper's top-1 errors.
 """
 
-from nestling.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 
 
 def _imagenet(name: str, network: str) -> Recipe:

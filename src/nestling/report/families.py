@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestling.recipe import StrategyRecipe, flat
+from nestling.recipes.recipe import StrategyRecipe, flat
 from nestling.report.runs import Run
 
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestling import shelf
-from nestling.cost import PROFILE, Latency, load_profile
 from nestling.errors import NestlingError
-from nestling.evaluate import GALLERY, OUTPUTS
-from nestling.recipe import Recipe
-from nestling.rundir import PROVENANCE, RECIPE, RESULTS, RunDir
+from nestling.recipes.recipe import Recipe
+from nestling.runs import shelf
+from nestling.runs.evaluate import GALLERY, OUTPUTS
+from nestling.runs.folder import PROVENANCE, RECIPE, RESULTS, RunDir
+from nestling.runs.latency import PROFILE, Latency, load_profile
 
 CURVE = "curve.json"
 

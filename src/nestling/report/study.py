@@ -7,11 +7,11 @@ seeds, or a sentence that says why there are none.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nestling import deadline
-from nestling.deadline import Row, Timed
 from nestling.report.families import ALONE, Family, kind_of
 from nestling.report.latency import Times, times
 from nestling.report.runs import Run
+from nestling.studies import deadline
+from nestling.studies.deadline import Row, Timed
 
 
 @dataclass(frozen=True, eq=False)

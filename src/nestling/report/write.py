@@ -19,7 +19,7 @@ from nestling.report.runs import find_sound
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
-from nestling.rundir import RECIPE, RunDir
+from nestling.runs.folder import RECIPE, RunDir
 
 
 def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:

@@ -1,10 +1,28 @@
 """Give it an input and a deadline; get the best answer that could be computed, on time.
 
-In: a network or a run's folder. Out: a Runtime, whose `answer(x, deadline)` comes back by the deadline with the best stage
-that was done, whose `answers(x)` yields every stage, and whose answers can be refined later. How deadlines are kept is in
-nestling.anytime, which needs no torch; here are the engines that do, and what a run's folder knows.
+answer.py is what a caller gets; engine.py what a stage engine must offer, engines/ those there are; worker.py runs stages
+(work.py) in a thread of its own and decides which; caller.py is the caller's side, with mailbox.py, bell.py and prompt.py to
+wake up on time; pace.py and forecast.py predict; spec.py and inputs.py say what goes in; manifest.py and portable.py run exported
+stages. All this needs numpy only. runtime.py and build.py, with torch, answer with a trained network.
 """
 
-from nestling.runtime.runtime import Runtime
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Runtime"]
+from nestling.runtime.answer import Answer
+from nestling.runtime.caller import Anytime, Pending
+from nestling.runtime.engine import Abandoned, Engine, Stop
+from nestling.runtime.pace import Pace
+from nestling.runtime.spec import Spec
+
+if TYPE_CHECKING:
+    from nestling.runtime.runtime import Runtime
+
+__all__ = ["Abandoned", "Answer", "Anytime", "Engine", "Pace", "Pending", "Runtime", "Spec", "Stop"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Runtime":  # imported when first used: exported stages are answered without torch
+        from nestling.runtime.runtime import Runtime
+
+        return Runtime
+    raise AttributeError(f"module 'nestling.runtime' has no attribute {name!r}")

@@ -8,13 +8,13 @@ import importlib.util
 
 import torch
 
-from nestling.anytime.engine import Engine
-from nestling.anytime.inputs import check_threads
 from nestling.errors import NestlingError, nearest
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
 from nestling.nets import NestedNet
-from nestling.runtime.eager import EagerEngine
+from nestling.runtime.engine import Engine
+from nestling.runtime.engines.eager import EagerEngine
+from nestling.runtime.inputs import check_threads
 
 ENGINES = ("auto", "onnx", "eager", "graph")
 
@@ -33,7 +33,7 @@ def build_engine(net: NestedNet, device: str = "cpu", engine: str = "auto", thre
     if engine == "graph":
         if kind != "cuda":
             raise NestlingError(f"engine 'graph' needs a CUDA device, found {device!r}; use 'onnx' or 'eager'")
-        from nestling.runtime.graphs import GraphEngine
+        from nestling.runtime.engines.cuda import GraphEngine
 
         return GraphEngine(net, stages, shapes(net, stages), device)
     if kind != "cpu":
@@ -44,9 +44,9 @@ def build_engine(net: NestedNet, device: str = "cpu", engine: str = "auto", thre
 def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], threads: int) -> Engine:
     """Frozen stages as ONNX graphs in memory, run by ONNX Runtime."""
     try:
-        from nestling.anytime.onnx import OnnxEngine, Pool, StageGraph
         from nestling.export.graph import write_stage
         from nestling.export.native import native_graphs
+        from nestling.runtime.engines.onnx import OnnxEngine, Pool, StageGraph
     except ImportError as error:
         raise NestlingError(f"{error}; run: pip install 'nestling[export]', or use the eager engine") from error
     stages = split(stages)

@@ -1,4 +1,4 @@
-"""The Runtime: nestling.anytime on a trained network.
+"""The Runtime: nestling.runtime on a trained network.
 
 In: a NestedNet, the folder of a run, whose recipe, weights, results and profile it reads, or the name of a trained network.
 It builds the engine, warms it up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestling import shelf
-from nestling.anytime.caller import MEMORY, Anytime
-from nestling.anytime.engine import warm_up
-from nestling.anytime.pace import Pace
-from nestling.anytime.spec import Spec
-from nestling.confidence import Confidence, calibrate
-from nestling.cost import PROFILE, Latency, load_profile
 from nestling.data import load
-from nestling.device import pick_device
 from nestling.errors import NestlingError
-from nestling.evaluate import OUTPUTS, class_shares, network
 from nestling.nets import NestedNet
-from nestling.provenance import device_name
-from nestling.rundir import RESULTS, RunDir
+from nestling.runs import shelf
+from nestling.runs.device import pick_device
+from nestling.runs.evaluate import OUTPUTS, class_shares, network
+from nestling.runs.folder import RESULTS, RunDir
+from nestling.runs.latency import PROFILE, Latency, load_profile
+from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
+from nestling.runtime.caller import MEMORY, Anytime
+from nestling.runtime.confidence import Confidence, calibrate
+from nestling.runtime.engine import warm_up
+from nestling.runtime.pace import Pace
+from nestling.runtime.spec import Spec
 
 
 class Runtime(Anytime):

@@ -1,7 +1,7 @@
 """Training: a recipe becomes a run folder.
 
 run.py begins and ends runs, loop.py is the loop, step.py what happens to one batch, engine.py how batches are driven,
-schedule.py the learning rate, device.py what the device can do, progress.py what a person sees, stop.py how to stop it.
+schedule.py the learning rate, capabilities.py what the device can do, progress.py what a person sees, stop.py how to stop it.
 """
 
 from nestling.train.loop import Training

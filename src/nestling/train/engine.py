@@ -15,9 +15,9 @@ from torch import Tensor
 from nestling.data import MemorySplit, Split
 from nestling.data.augment import augment, draws
 from nestling.errors import NestlingError
-from nestling.fused import PREFERRED
 from nestling.gradients.reduce import group_of
-from nestling.recipe import Recipe
+from nestling.kernels import PREFERRED
+from nestling.recipes.recipe import Recipe
 from nestling.train.progress import Startup
 from nestling.train.step import Step
 

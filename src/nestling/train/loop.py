@@ -2,7 +2,7 @@
 
 In: a recipe and a run folder. Out: weights, log, results and a checkpoint in that folder. Everything random comes from the
 recipe's seed and the number of the epoch, so a resumed run goes on bit for bit (on a CPU). What happens to a batch is
-step.py's business, how batches are driven is engine.py's, what a device can do device.py's; run.py begins and ends runs.
+step.py's business, how batches are driven is engine.py's, what a device can do capabilities.py's; run.py begins and ends runs.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestling import evaluate
 from nestling.data import DataSet, load
-from nestling.device import first_line, pick_device, say_once
 from nestling.errors import NestlingError
 from nestling.files import DiskFull
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
-from nestling.recipe import Recipe, from_dict
-from nestling.rundir import CHECKPOINT, RunDir
+from nestling.recipes.recipe import Recipe, from_dict
+from nestling.runs import evaluate
+from nestling.runs.device import first_line, pick_device, say_once
+from nestling.runs.folder import CHECKPOINT, RunDir
 from nestling.train import engine
 from nestling.train.board import Board
-from nestling.train.device import able, cache_kernels, lacks_memory, memory_explained
+from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates

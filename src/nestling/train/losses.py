@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.recipe import TrainRecipe
+from nestling.recipes.recipe import TrainRecipe
 
 
 def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | None = None) -> Tensor:

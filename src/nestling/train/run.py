@@ -12,15 +12,15 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from nestling import evaluate
 from nestling.data import DataSet, load
-from nestling.device import pick_device
 from nestling.errors import NestlingError
-from nestling.recipe import Recipe, flat, override
 from nestling.recipes import RECIPES, named
-from nestling.rundir import PROVENANCE, RESULTS, RunDir
+from nestling.recipes.recipe import Recipe, flat, override
+from nestling.runs import evaluate
+from nestling.runs.device import pick_device
+from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
-from nestling.train.device import memory_explained
+from nestling.train.capabilities import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
 from nestling.train.stop import Stop, on_signal

@@ -2,7 +2,7 @@
 
 import math
 
-from nestling.recipe import TrainRecipe
+from nestling.recipes.recipe import TrainRecipe
 
 
 def learning_rate(train: TrainRecipe, step: int, steps_per_epoch: int) -> float:

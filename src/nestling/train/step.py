@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nestling.combine import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
-from nestling.combine.greedy import Greedy
-from nestling.combine.weighted import Order
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
+from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
+from nestling.gradients.combiners.greedy import Greedy
+from nestling.gradients.combiners.weighted import Order
 from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
-from nestling.recipe import Recipe, StrategyRecipe
+from nestling.recipes.recipe import Recipe, StrategyRecipe
 from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
 

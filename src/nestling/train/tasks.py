@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.combine import Report, Weighted
-from nestling.fused import PREFERRED, Fused, Kept, suits
+from nestling.gradients.combiners import Report, Weighted
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
+from nestling.kernels import PREFERRED, Fused, Kept, suits
 from nestling.nets import NestedNet
 from nestling.nets.within import can_live_within, leads, memory_order, positions, within
-from nestling.recipe import TrainRecipe
+from nestling.recipes.recipe import TrainRecipe
 from nestling.train.losses import stage_loss
 
 

@@ -1,6 +1,5 @@
 """What an answer costs: error against MACs and against measured latency, and what has not been measured."""
 
-from nestling.cost import Latency
 from nestling.report.content import (
     Block,
     Cell,
@@ -18,6 +17,7 @@ from nestling.report.families import ALONE
 from nestling.report.figures import cost as figures
 from nestling.report.latency import times
 from nestling.report.subject import Subject, pictures
+from nestling.runs.latency import Latency
 
 BUSY = 2  # times the median that one answer in twenty may take before the reader is told
 

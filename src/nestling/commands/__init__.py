@@ -1,0 +1,1 @@
+"""The command line: cli.py parses, runs and refuses; the other files are commands."""

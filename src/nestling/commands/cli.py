@@ -1,0 +1,203 @@
+"""The command line: COMMANDS, and how each is parsed, run, shown and refused.
+
+A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
+also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default or
+before a `/` are positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
+`show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
+the command has failed; one that raises has {"error": ...} for --json. Progress goes to stderr. A module is imported
+only when its command is called; this room knows nothing of what a command does.
+"""
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+
+from nestling import __version__
+from nestling.errors import NestlingError, nearest, tell
+from nestling.files import to_text
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str  # holds `command` and `show`
+    summary: str
+
+    def exists(self) -> bool:
+        """Whether the module is there, found without importing it (or torch)."""
+        path = Path(__file__).parents[1].joinpath(*self.module.split(".")[1:])
+        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+PLANNED: dict[str, Command] = {
+    "demo": Command("nestling.commands.demo", "train small nests on the digits and write a report, in minutes"),
+    "describe": Command("nestling.commands.describe", "show a network's stages, births and costs"),
+    "data": Command("nestling.commands.data", "fetch or check a data set"),
+    "train": Command("nestling.train", "train a recipe into a run folder, or resume one"),
+    "evaluate": Command("nestling.runs.evaluate", "error, loss and calibration of each stage of a run"),
+    "profile": Command("nestling.studies.profile", "measure the latency of each stage of a run"),
+    "predict": Command("nestling.commands.predict", "answer images, stage by stage, until a deadline"),
+    "export": Command("nestling.export", "write each stage for other engines"),
+    "report": Command("nestling.report", "write run folders up as HTML, Markdown and pictures"),
+    "paper": Command("nestling.paper", "set results beside the paper's"),
+}
+COMMANDS: dict[str, Command] = {name: command for name, command in PLANNED.items() if command.exists()}
+
+EVERYWHERE = (
+    ("--json", 'print one JSON document on stdout and nothing else there ({"error": ...} where there is no result)'),
+    ("--traceback", "show the whole traceback when something fails"),
+    ("--help", "show help for a command"),
+    ("--version", "show the version"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0, 1 (failed), 2 (wrong usage), 130 (interrupted) or 143 (SIGTERM)."""
+    # These two are taken out before parsing so that they work in every place and for every command.
+    as_json, with_traceback = "--json" in arguments, "--traceback" in arguments
+    words = [word for word in arguments if word not in ("--json", "--traceback")]
+    try:
+        return answer(words, as_json, with_traceback)
+    except BrokenPipeError:
+        # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def answer(words: Sequence[str], as_json: bool, with_traceback: bool) -> int:
+    """Run a command line without its options for everywhere; what fails is told, and becomes an exit code."""
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            overview()
+            return 0
+        if words[0] == "--version":
+            print(f"nestling {__version__}")
+            return 0
+        if words[0] not in COMMANDS:
+            near = nearest(words[0], COMMANDS)
+            tell(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help", as_json)
+            return 2
+        return run(words[0], words[1:], as_json)
+    except KeyboardInterrupt as stop:
+        tell(str(stop) or "interrupted", as_json)
+        return int(getattr(stop, "code", 130))
+    except BrokenPipeError:
+        raise  # nobody is left to tell
+    except Exception as error:
+        if with_traceback:
+            traceback.print_exc()
+        expected = isinstance(error, NestlingError | OSError)
+        message = str(error) if expected else f"{type(error).__name__}: {error} (unexpected; --traceback shows where)"
+        tell(message, as_json, said=with_traceback)
+        return 1
+
+
+def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
+    import tyro  # here, because the overview should not wait for it
+
+    module = importlib.import_module(COMMANDS[name].module)
+    style = (tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
+    try:
+        call = tyro.cli(
+            later(module.command),
+            args=list(arguments),
+            prog=f"nestling {name}",
+            description=helptext(module.command),
+            config=style,
+        )
+    except SystemExit as stop:  # tyro has printed the help (0) or what is wrong with the usage (2)
+        if stop.code:
+            right = f"nestling {name} --help lists the right ones"
+            tell(f"wrong arguments (stderr says which); {right}", as_json, said=True)
+        return stop.code if isinstance(stop.code, int) else 2
+    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+        result = call()
+    if not result:
+        return 0  # one of several ranks that has nothing of its own to say
+    if as_json:
+        print(to_text(result), flush=True)
+    else:
+        Console().print(module.show(result))
+        sys.stdout.flush()
+    if missing := result.get("incomplete"):
+        tell(missing, as_json=False)  # the document that was printed says it, too
+        return 1
+    return 0
+
+
+def later(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """function's own signature, but calling it only binds: parsing and running stay two steps.
+
+    Positional arguments are shown by their name (RECIPE) instead of their type (STR).
+    """
+    import tyro
+
+    def bind(*positional: Any, **named: Any) -> Callable[[], Any]:
+        return lambda: function(*positional, **named)
+
+    signature = inspect.signature(function)
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in signature.parameters.items():
+        required = parameter.default is inspect.Parameter.empty
+        if required or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            shown = name.upper() + ("..." if get_origin(hints[name]) is tuple else "")
+            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=shown if required else f"[{shown}]")]
+    parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    bind.__annotations__ = hints
+    bind.__name__, bind.__doc__ = function.__name__, function.__doc__
+    return bind
+
+
+def helptext(function: Callable[..., Any]) -> str:
+    text = (inspect.getdoc(function) or "").split("\nArgs:")[0].strip()
+    return f"{text}\n\nWith --json, {EVERYWHERE[0][1]}; with --traceback, {EVERYWHERE[1][1]}."
+
+
+def overview() -> None:
+    """Print what `nestling --help` shows."""
+    console = Console()
+    console.print("usage: nestling COMMAND [arguments] [--json] [--traceback]\n", markup=False, highlight=False)
+    console.print("Anytime neural networks for PyTorch.\n")
+    for rows in ([(name, command.summary) for name, command in COMMANDS.items()], EVERYWHERE):
+        table = Table.grid(padding=(0, 2))
+        for left, right in rows:
+            table.add_row(f"  [bold]{left:<11}[/]", right)
+        console.print(table)
+        console.print()
+    console.print("nestling COMMAND --help says more about one command.")
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What anything prints on stdout meanwhile goes to stderr: Python, C libraries and child processes."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def entry() -> None:
+    """Where the installed `nestling` script begins."""
+    code = main(sys.argv[1:])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Under torchrun: gloo's threads may still be winding up, and tearing them down while the interpreter exits aborts
+        # the process now and then (seen in one of fifteen starts). All files are written: leave without the teardown.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

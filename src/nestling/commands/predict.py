@@ -1,0 +1,156 @@
+"""`nestling predict`: what a run's network thinks of pictures, stage by stage, until a deadline.
+
+In: a run's folder, picture files or folders of them, a deadline. Out: for every picture the answer of each stage that was
+done, and the one that counts, or why it cannot be read. Pictures are turned upright (EXIF), cut to their middle square and
+scaled to the network's input.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from nestling.errors import NestlingError
+from nestling.runs.device import pick_device
+from nestling.runtime.answer import Answer
+from nestling.runtime.runtime import Runtime
+
+PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+BAR = 24  # characters
+
+
+class NoPicture(NestlingError):
+    """A file that is no picture, or a broken one: the others can still be answered."""
+
+
+def command(
+    run: str,
+    images: tuple[str, ...],
+    deadline_ms: float = 0.0,
+    device: str = "auto",
+    engine: str = "auto",
+    threads: int = 1,
+    loss: float = -1.0,
+) -> dict[str, Any]:
+    """Answer pictures stage by stage, until a deadline. One that cannot be read is named, and the others are answered.
+
+    Args:
+        run: the run's folder, or the name of a trained network that comes with nestling.
+        images: picture files, or folders of them.
+        deadline_ms: milliseconds for each picture; 0 = all stages.
+        device: auto, cpu or cuda.
+        engine: auto (the fastest there is), onnx, eager or graph.
+        threads: CPU threads; more are faster on a quiet machine, one keeps its pace on a busy one.
+        loss: stop early where an answer is sure enough, losing at most this share of accuracy, such as 0.005; -1 = never.
+    """
+    paths = find(images)
+    if not deadline_ms >= 0:
+        raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
+    if threads < 1:
+        raise NestlingError(f"found {threads} threads; expected at least 1")
+    with Runtime(run, str(pick_device(device, "--device ")), engine, threads) as runtime:
+        if loss >= 0:
+            runtime.stop_when_sure(loss)
+        limit = deadline_ms / 1e3 if deadline_ms else None
+        answered = [{"image": str(path), **predict(runtime, path, limit)} for path in paths]
+        known = {"network": runtime.spec.name, "engine": runtime.engine.name, "deadline_ms": deadline_ms or None}
+    broken = sum("error" in image for image in answered)
+    left = f"{broken} of {len(paths)} files or folders cannot be read as pictures; repair them or leave them out"
+    return {"run": run, **known, "images": answered, "incomplete": left if broken else ""}
+
+
+def find(names: tuple[str, ...]) -> list[Path]:
+    """The picture files that were named, folders opened. A missing one and a folder without any are kept: they are named
+    when their turn comes, as broken ones are."""
+    found: list[Path] = []
+    for path in map(Path, names):
+        inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
+        found += inside or [path]
+    if not found:
+        raise NestlingError("no picture was named; give files or folders")
+    return found
+
+
+def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """A picture as uint8 (C,H,W): as it is where it has the network's size, else its middle, scaled."""
+    try:
+        from nestling.data.picture import Unreadable, centre, load_rgb
+    except ImportError as error:
+        raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
+    channels, height, width = shape
+    if height != width or channels not in (1, 3):
+        raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
+    if not path.exists() and not path.is_symlink():
+        raise NoPicture(f"there is no picture {path}; name files or folders")
+    if path.is_dir():
+        raise NoPicture(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
+    try:
+        image = load_rgb(path, upright=True)
+    except Unreadable as error:
+        raise NoPicture(f"{path} cannot be read as a picture ({error})") from error
+    square = image if image.size == (width, height) else centre(image, height)
+    pixels = np.array(square).transpose(2, 0, 1)
+    if channels == 3:
+        return np.ascontiguousarray(pixels)
+    weights = np.array([0.299, 0.587, 0.114])[:, None, None]  # as Pillow turns colours into grey
+    grey: NDArray[np.uint8] = np.rint((pixels * weights).sum(axis=0, keepdims=True)).astype(np.uint8)
+    return grey
+
+
+def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]:
+    """What every stage said in time, and the answer; of a picture that cannot be read only the error, said at once."""
+    try:
+        x = read_picture(path, runtime.spec.shape)
+    except NoPicture as error:
+        print(error, file=sys.stderr, flush=True)
+        return {"error": str(error)}
+    said = list(runtime.answers(x, deadline=limit))
+    last = said[-1] if said else runtime.answer(x, 0)
+    return {"stages": [to_dict(answer) for answer in said], "answer": to_dict(last)}
+
+
+def to_dict(answer: Answer) -> dict[str, Any]:
+    return {
+        "stage": answer.stage,
+        "size": answer.size,
+        "class": answer.name,
+        "label": answer.label,
+        "probability": answer.confidence,
+        "probabilities": [float(value) for value in answer.probabilities],
+        "ms": answer.elapsed * 1e3,
+        "final": answer.final,
+    }
+
+
+def show(result: dict[str, Any]) -> Group:
+    """A small table per picture, with bars."""
+    limit = f", deadline {result['deadline_ms']:g} ms" if result["deadline_ms"] else ""
+    tables: list[Any] = [f"{result['network']} ({result['engine']}{limit})"]
+    for image in result["images"]:
+        if "error" in image:
+            tables.append(Text(image["error"], style="red"))
+            continue
+        tables.append(Text(image["image"], style="italic"))  # no title: it would be markup, and as narrow as the table
+        table = Table(box=None, padding=(0, 1), show_header=False)
+        rows = image["stages"] or [image["answer"]]
+        for row in rows:
+            stage = f"stage {row['stage']} {row['size']}" if row["stage"] else "prior (no stage was done in time)"
+            mark = "*" if row is rows[-1] else " "
+            table.add_row(
+                mark, stage, f"{row['ms']:.2f} ms", row["class"], f"{100 * row['probability']:.1f} %", bar(row)
+            )
+        tables.append(table)
+    return Group(*tables)
+
+
+def bar(row: dict[str, Any]) -> Text:
+    """A bar for the probability, in eighths of a character."""
+    eighths = round(row["probability"] * BAR * 8)
+    full, part = divmod(eighths, 8)
+    text = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
+    return Text(text.ljust(BAR, "·"), style="green" if row["final"] else "cyan")

@@ -1,6 +1,0 @@
-"""A training pass by kernels of our own, on a GPU: `Fused(net)` where it `suits`."""
-
-from nestling.fused.aside import PREFERRED
-from nestling.fused.forward import Fused, Kept, suits
-
-__all__ = ["PREFERRED", "Fused", "Kept", "suits"]

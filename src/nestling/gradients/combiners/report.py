@@ -1,0 +1,91 @@
+"""What one combining did, as tensors on the device: reading them is up to the caller.
+
+In come weights and Gram matrices; out come cosines, shares kept and flipped heads. Nothing is computed before it
+is asked for, and only `check` and `numbers` wait for the device.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nestling.errors import NestlingError
+
+if TYPE_CHECKING:
+    from nestling.gradients.combiners.weighted import Weighted
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Diagnostics of one step. Blocks are those of the combiner's scope."""
+
+    weights: Tensor | None  # (blocks, tasks); None for methods without weights
+    gram: Tensor | None = None  # (blocks, tasks, tasks) float64; None when no rows were needed
+    private: Tensor | None = None  # (blocks, tasks) bool: the block holds entries that only this task owns
+    method: "Weighted | None" = None
+    refreshed: bool = True  # False between two refreshes: weights and Gram are those of the last one
+
+    @property
+    def whole(self) -> Tensor:
+        """Gram matrix of the padded rows, (tasks, tasks)."""
+        return self._gram.sum(0)
+
+    @property
+    def _gram(self) -> Tensor:
+        if self.gram is None:
+            raise NestlingError(
+                "this step had one backward for all tasks, so there are no per-task gradients to report on: "
+                "expected rows; pass diagnose=True to get them"
+            )
+        return self.gram
+
+    @property
+    def norms(self) -> Tensor:
+        """Norm of each task's gradient, (tasks,)."""
+        return self.whole.diagonal().clamp_min(0).sqrt()
+
+    @property
+    def cosines(self) -> Tensor:
+        """Cosine of every two tasks' gradients, (tasks, tasks); 0 where one of them is zero."""
+        norms = self.norms
+        bottom = norms[:, None] * norms[None, :]
+        return torch.where(bottom > 0, self.whole / bottom.clamp_min(torch.finfo(bottom.dtype).tiny), 0.0)
+
+    @property
+    def kept(self) -> Tensor:
+        """Share of each task's gradient norm left after projection, (tasks,)."""
+        if self.method is None:
+            return torch.ones_like(self.norms)
+        return self.method.kept(self._gram)
+
+    @property
+    def flips(self) -> Tensor:
+        """Whether a task's head (entries it alone owns) is moved against its own gradient, (tasks,) bool."""
+        if self.weights is None or self.private is None:
+            return torch.zeros_like(self.norms, dtype=torch.bool)
+        return ((self.weights < 0) & self.private).any(0)
+
+    def stale(self) -> "Report":
+        """The same report for a step between two refreshes."""
+        return replace(self, refreshed=False)
+
+    def check(self) -> None:
+        """Raise if a task's gradient was not finite, naming it. Waits for the device."""
+        finite = torch.isfinite(self.whole.diagonal()).tolist()
+        bad = ", ".join(str(task) for task, good in enumerate(finite) if not good)
+        if bad:
+            raise NestlingError(
+                f"the gradient of task {bad} (counted from 0) held NaN or infinity: look at that task's loss, "
+                f"lower the learning rate, or train in bfloat16 or float32"
+            )
+
+    def numbers(self) -> dict[str, list[float] | list[list[float]] | list[bool]]:
+        """All of it as plain numbers for a log. Waits for the device."""
+        return {
+            "weights": [] if self.weights is None else self.weights.tolist(),
+            "norms": self.norms.tolist(),
+            "cosines": self.cosines.tolist(),
+            "kept": self.kept.tolist(),
+            "flips": self.flips.tolist(),
+        }

@@ -1,0 +1,69 @@
+"""A bridge to TorchJD, both ways; imported only by who has it installed (extra `compare`).
+
+`FromTorchJD(aggregator)` lets any TorchJD aggregator combine our rows. `OSGDAggregator` and `OSGDWeighting` offer
+OSGD to TorchJD's own `jac_to_grad` and autogram engine.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchjd.aggregation import Aggregator, GramianWeightedAggregator, Weighting
+
+from nestling.gradients import Blocks, Rows
+from nestling.gradients.combiners.osgd import OSGD, TOLERANCE
+from nestling.gradients.combiners.report import Report
+
+
+class FromTorchJD:
+    """Rows to update by a TorchJD aggregator.
+
+    One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix.
+    """
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self.aggregator = aggregator
+
+    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, Report] | None:
+        return None
+
+    def __call__(self, rows: Rows) -> Report:
+        gram = rows.gram()
+        private = rows.blocks("all").private
+        if isinstance(self.aggregator, GramianWeightedAggregator):
+            weights = rows.agreed(self.aggregator.gramian_weighting(gram[0])[None])
+            rows.write(weights)
+            return Report(weights=weights, gram=gram, private=private)
+        rows.write_vector(rows.agreed(self.aggregator(rows.matrix())))
+        return Report(weights=None, gram=gram, private=private)
+
+
+class OSGDWeighting(Weighting[Tensor]):
+    """Gram matrix to the weights of OSGD, for TorchJD. Sums in float64 from the Gram matrix on."""
+
+    def __init__(
+        self,
+        order: Sequence[int] | None = None,
+        importance: Sequence[float] | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        super().__init__()
+        self.method = OSGD(order=order, importance=importance, tolerance=tolerance)
+
+    def forward(self, gramian: Tensor, /) -> Tensor:
+        gram = gramian[None].double()
+        all_owned = torch.ones(gram.shape[:2], dtype=torch.bool, device=gram.device)
+        blocks = Blocks(all_owned, all_owned, torch.ones(gram.shape[1], dtype=gram.dtype, device=gram.device))
+        return self.method.weights(gram, blocks)[0].to(gramian.dtype)
+
+
+class OSGDAggregator(GramianWeightedAggregator):
+    """OSGD as a TorchJD aggregator: `jac_to_grad(model.parameters(), OSGDAggregator(order=[...]))`."""
+
+    def __init__(
+        self,
+        order: Sequence[int] | None = None,
+        importance: Sequence[float] | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        super().__init__(OSGDWeighting(order, importance, tolerance))

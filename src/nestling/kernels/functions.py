@@ -1,0 +1,178 @@
+"""How gradients flow back through what the kernels have computed: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm +
+relu, the stem, halving, channels picked, small linear layers.
+
+Each is the function autograd would find for torch's own operations, whose result is known already: `forward` only says so, and
+keeps what `backward` will read. The result comes in a tuple, since it is no input. `passed` is the input handed on: whoever else
+reads it should read that instead, so that its gradient is added inside a kernel.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.kernels import launch, proof
+from nestling.kernels.aside import Aside
+
+
+class Done(NamedTuple):
+    """A unit as it was computed: all of it, or its first channels as part of a wider network."""
+
+    z: Tensor  # the norm's input,
+    affine: Tensor  # what it was found to do to each channel,
+    h: Tensor  # its output after relu,
+    y: Tensor  # and what comes of it
+
+
+class Weight(NamedTuple):
+    """A convolution's weight as the kernels read it, and where its gradient is made."""
+
+    shadow: Tensor
+    mask: Tensor | None
+    aside: Aside
+
+
+def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient as the kernels read it; most of them come that way."""
+    return gradient.to(like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, aside: Aside) -> Tensor:
+    """Made beside the pass; not there before those aside are joined."""
+    total, splits = launch.room_for_weight(x, dy), proof.splits(x, dy.shape[1])
+    shape = (x.shape, launch.pitch(x), dy.shape[1], mask is None)
+    aside.together(partial(launch.weight_gradients, s=splits), (x, dy, total, mask), *shape)
+    return total
+
+
+class NormReluConv(torch.autograd.Function):
+    """(z) -> (convolution of relu(norm(z)) plus a shortcut, z)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        weight: Tensor,
+        shortcut: Tensor | None,
+        done: Done,
+        laid: Weight,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(done.z, done.affine, done.h, laid.shadow, laid.mask)
+        ctx.shortcut, ctx.aside = shortcut is not None, laid.aside
+        ctx.set_materialize_grads(False)
+        return done.y, z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, passed = grads
+        z, affine, h, shadow, mask = ctx.saved_tensors
+        if dy is None:  # only those who read `passed` have anything to say
+            return passed, *[None] * 6
+        dy = laid_out(dy, z)
+        dw = None
+        if ctx.needs_input_grad[3]:
+            dw = weight_gradient(h, dy, mask, ctx.aside)
+        g, sums = launch.conv(dy, shadow, z.shape[1], back=(z, affine), tiles=proof.back_tiles(dy, z))
+        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+        return dz, dgamma, dbeta, dw, dy if ctx.shortcut else None, None, None
+
+
+class Conv(torch.autograd.Function):
+    """(pictures) -> their convolution."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, made: tuple[Tensor], laid: Weight) -> Tensor:
+        ctx.save_for_backward(x, laid.mask)
+        ctx.aside = laid.aside
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mask = ctx.saved_tensors
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(x, laid_out(grads[0], x), mask, ctx.aside)
+        return None, dw, None, None
+
+
+class NormRelu(torch.autograd.Function):
+    """(z) -> (relu(norm(z)), z)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, gamma: Tensor, beta: Tensor, done: Done) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(done.z, done.affine)
+        ctx.set_materialize_grads(False)
+        return done.y, z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dh, passed = grads
+        z, affine = ctx.saved_tensors
+        if dh is None:
+            return passed, None, None, None
+        g, sums = launch.relu_back(laid_out(dh, z), z, affine)
+        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+        return dz, dgamma, dbeta, None
+
+
+class AddAll(torch.autograd.Function):
+    """(images) -> their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, made: tuple[Tensor], *xs: Tensor) -> Tensor:
+        ctx.count = len(xs)
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *[grads[0]] * ctx.count)
+
+
+class Fan(torch.autograd.Function):
+    """(z) -> z as often as it is read, so that all its gradients are added by one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, readers: int, z: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(z.view_as(z) for _ in range(readers))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = tuple(laid_out(g, g) for g in grads if g is not None)
+        return None, launch.add_all(found, False)[0]
+
+
+class Back(torch.autograd.Function):
+    """(x) -> an image made of it by a linear kernel: one half as high and wide, or some of its channels. `back` is the way back
+    of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: tuple[Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(laid_out(grads[0], grads[0])), None, None
+
+
+class Linear(torch.autograd.Function):
+    """(x) -> a linear layer of it, all in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return launch.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        wanted = ctx.needs_input_grad
+        dx = launch.linear_back(dy, weight) if wanted[0] else None
+        dw, dbias = launch.linear_weights(dy, x) if wanted[1] or wanted[2] else (None, None)
+        return dx, dw if wanted[1] else None, dbias if wanted[2] else None

@@ -1,0 +1,177 @@
+"""Tiles that are right, not only fast: before a shape is first used on a GPU, its kernels are compared with torch's own.
+
+A compiler may turn one choice of tiles into wrong code (Triton 3.6 did, for 256 x 16 x 16 in three stages). The first choice
+whose results agree is kept for the process; if none does, that is an error, and the caller may do without our kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import grad
+
+from nestling.kernels import cuts, hopper, launch, narrow
+from nestling.kernels.cuts import Splits, Tiles
+from nestling.kernels.launch import InCuda
+
+CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
+STAGES = (2, 4, 1)  # tried in turn after the fastest
+
+known: dict[tuple[Any, ...], Any] = {}
+
+
+class Miscompiled(RuntimeError):
+    """No choice of tiles gives right results here."""
+
+
+def tiles(x: Tensor, cout: int, *, normed: bool = False, adds: bool = False, moments: bool = True) -> Tiles | InCuda:
+    """For a convolution of images like x, or of relu(norm(x)), to `cout` channels, with or without a shortcut and moments."""
+    kind = ("conv", cout, normed, adds, moments)
+    choices = conv_choices(x, cout, normed)
+    return first_right(kind, x, choices, lambda choice: conv_agrees(x, cout, choice, normed, adds, moments))
+
+
+def back_tiles(x: Tensor, z: Tensor) -> Tiles | InCuda:
+    """For the way back of a gradient like x, through a convolution and the relu of images like z."""
+    kind = ("conv back", z.shape[1], launch.pitch(z))
+    return first_right(kind, x, back_choices(x, z.shape[1]), lambda choice: back_agrees(x, z, choice))
+
+
+def splits(x: Tensor, cout: int) -> Splits | InCuda:
+    """For the gradient of the weight between images like x and `cout` channels."""
+    kind = ("weight", cout, launch.pitch(x))
+    return first_right(kind, x, split_choices(x, cout), lambda choice: weight_agrees(x, cout, choice))
+
+
+def conv_choices(x: Tensor, cout: int, normed: bool) -> list[Any]:
+    """The fastest first, then others that may be right where that is not."""
+    _, cin, side, _ = x.shape
+    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout))
+    if normed and narrow.suits(x, cout):
+        found = [narrow.conv_blocks(side, cout), *found]
+    return [hopper.conv_patches(side, cin, cout), *found] if normed and hopper.suits(x, cout) else found
+
+
+def back_choices(x: Tensor, cout: int) -> list[Any]:
+    _, cin, side, _ = x.shape
+    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout, back=True))
+    if narrow.suits(x, cout):
+        found = [narrow.conv_blocks(side, cout), *found]
+    return [hopper.conv_patches(side, cin, cout, back=True), *found] if hopper.suits(x, cout) else found
+
+
+def split_choices(x: Tensor, cout: int) -> list[Any]:
+    images, cin, side, _ = x.shape
+    found = in_stages(cuts.weight_splits(launch.rows_of(x), cin, cout))
+    if narrow.suits(x, cout):
+        found = [narrow.weight_blocks(images, side, cout), *found]
+    return [hopper.weight_patches(images, side, cin, cout), *found] if hopper.suits(x, cout) else found
+
+
+def in_stages(best: Any) -> list[Any]:
+    """A choice of tiles, and the same in other numbers of stages."""
+    return [best, *(best._replace(stages=stages) for stages in STAGES if stages != best.stages)]
+
+
+def first_right(kind: tuple[Any, ...], x: Tensor, choices: list[Any], agrees: Callable[[Any], bool]) -> Any:
+    if x.device.type != "cuda":  # interpreted, for tests: there is no compiler to distrust
+        return choices[0]
+    key = (*kind, x.shape, x.dtype, x.device)
+    if key not in known:
+        with torch.no_grad(), torch.autocast("cuda", enabled=False):
+            right = next((choice for choice in choices if runs_and(agrees, choice)), None)
+        if right is None:
+            raise Miscompiled(
+                f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
+                "tiles: this version of Triton miscompiles them, or none of our choices suits such images"
+            )
+        known[key] = right
+    return known[key]
+
+
+def runs_and(agrees: Callable[[Any], bool], choice: Any) -> bool:
+    """A choice that wants more shared memory than this chip has is as good as a wrong one; so is a kernel in CUDA C that cannot
+    be compiled or loaded here, since Triton's stand behind it."""
+    try:
+        return agrees(choice)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if not isinstance(choice, InCuda) and "resource" not in str(error).lower():
+            raise
+        return False
+
+
+def random_image(like: Tensor, channels: int, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    x = torch.randn((like.shape[0], channels, *like.shape[2:]), device=like.device, generator=generator)
+    return x.to(like.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def random_like(like: Tensor, seed: int) -> Tensor:
+    """An image that lies in memory as another: perhaps the first channels of a wider one."""
+    return random_image(like, launch.pitch(like), seed)[:, : like.shape[1]]
+
+
+def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(3)
+    return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
+
+
+def conv_agrees(like: Tensor, cout: int, choice: Tiles | InCuda, normed: bool, adds: bool, moments: bool) -> bool:
+    x, w = random_image(like, like.shape[1], 0), random_weight(like, cout, like.shape[1])
+    extra = 8 + 8 * random_image(like, cout, 2) if adds else None
+    h = normed_by(random_affine(x, x.shape[1]), x) if normed else x
+    expected = torch.nn.functional.conv2d(h, w.permute(0, 3, 1, 2), padding=1).float()
+    expected = expected if extra is None else expected + extra
+    if normed:
+        affine = random_affine(x, x.shape[1])
+        kept, y, found = launch.norm_relu_conv(x, affine, w, cout, shortcut=extra, moments=moments, tiles=choice)
+    else:
+        kept, (y, found) = h, launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
+    right = close(y, expected) and close(kept, h)
+    return right and (not moments or moments_agree(found, expected))
+
+
+def random_affine(like: Tensor, channels: int) -> Tensor:
+    """What finish_moments might say of a norm: scale, shift, mean and 1/deviation, of each channel its own."""
+    generator = torch.Generator(like.device).manual_seed(5)
+    return torch.rand((4, channels), device=like.device, generator=generator) + 0.5
+
+
+def normed_by(affine: Tensor, x: Tensor) -> Tensor:
+    scale, shift = affine[:2, None, :, None, None]
+    return torch.relu(x.float() * scale + shift).to(x.dtype)
+
+
+def moments_agree(found: Tensor, image: Tensor) -> bool:
+    """Whether each block's mean and squared deviations are those of its pixels."""
+    blocks = image.permute(1, 0, 2, 3).reshape(*found.shape[1:], -1)
+    return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * blocks.shape[2])
+
+
+def back_agrees(like: Tensor, before: Tensor, choice: Tiles | InCuda) -> bool:
+    cout = before.shape[1]
+    x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
+    z, affine = random_like(before, 1), random_affine(like, launch.pitch(before))[:, :cout]
+    g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
+    whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1).float()
+    scale, shift, mean, rstd = affine[:, None, :, None, None]
+    expected = torch.where(z.float() * scale + shift > 0, whole, 0)
+    gathered = torch.stack([expected, expected * (z.float() - mean) * rstd])
+    whole_sums = gathered.sum((1, 3, 4))
+    return close(g, expected) and close(sums.sum(2), whole_sums, gathered.abs().sum((1, 3, 4)))
+
+
+def weight_agrees(like: Tensor, cout: int, choice: Splits | InCuda) -> bool:
+    x, dy = random_like(like, 0), random_image(like, cout, 1)
+    shape = (cout, like.shape[1], 3, 3)
+    found = launch.weight_gradient(x, dy, None, choice)
+    return close(found, grad.conv2d_weight(x, shape, dy, padding=1))
+
+
+def close(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether two tensors agree to a small part of the largest value; this waits for the device."""
+    largest = (expected if scale is None else scale).abs().max()
+    return bool((found.float() - expected.float()).abs().max() <= CLOSE * largest)

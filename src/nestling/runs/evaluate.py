@@ -1,0 +1,218 @@
+"""How good every stage is: error, loss, calibration, and how later stages repair or break earlier answers.
+
+In: a network and a split, or the logits it gave. Out: plain dicts (results.json) and the logits themselves
+(outputs.safetensors), from which reports and deadline studies are made. It trains nothing and measures no time.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from nestling.data import DataSet, Split, load
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet, Plan, build
+from nestling.runs.device import pick_device
+from nestling.runs.folder import RESULTS, WEIGHTS, RunDir
+
+OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
+BINS = 15  # of the expected calibration error
+PICTURES = 48  # in the gallery
+PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
+
+
+@torch.no_grad()
+def answers(net: NestedNet, split: Split, batch: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits (stages, N, classes) in float32 and labels (N), both on the split's device. On CUDA nothing waits: all is
+    queued. `batch` 0: as many images as are quick, see `quick_batch`."""
+    training = net.training
+    net.eval()
+    weight = next(net.parameters())
+    kept: list[Tensor] = []
+    labels: list[Tensor] = []
+    for x, y in split.batches(batch or quick_batch(net.plan, weight.device)):
+        if weight.is_cuda:  # there convolutions want channels last, as the weights of trained nets are
+            x = x.contiguous(memory_format=torch.channels_last)
+        kept.append(torch.stack(net(x)).float())
+        labels.append(y)
+    net.train(training)
+    return torch.cat(kept, 1), torch.cat(labels)
+
+
+def quick_batch(plan: Plan, device: torch.device) -> int:
+    """1000 images on a CPU; on a GPU about two million pixels, 2000 images of 32x32: fewer calls, and they fill the chip."""
+    return max(1, PIXELS // prod(plan.input.size)) if device.type == "cuda" else 1000
+
+
+def errors(logits: Tensor, labels: Tensor) -> Tensor:
+    """Error of each stage, (stages,), on the device: no synchronisation."""
+    return (logits.argmax(2) != labels).float().mean(1)
+
+
+def calibration(logits: Tensor, labels: Tensor) -> float:
+    """Expected calibration error of one stage: |confidence - accuracy| in equal bins, weighted by how many fall in."""
+    confidence, answer = logits.double().softmax(1).max(1)
+    right = (answer == labels).double()
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    gap = torch.zeros(BINS, dtype=torch.float64, device=logits.device)
+    gap.index_add_(0, bins, confidence - right)
+    return float(gap.abs().sum() / len(labels))
+
+
+def top5(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """The share of images whose class is not among the five likeliest; nothing where there are few classes to err in."""
+    if logits.shape[1] <= 10:
+        return {}
+    likeliest = logits.topk(5, dim=1).indices
+    return {"top5": float((likeliest != labels[:, None]).all(1).double().mean())}
+
+
+def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
+    """Everything results.json says about the stages."""
+    wrong = logits.argmax(2) != labels
+    stages = []
+    for index, stage in enumerate(plan.answering):
+        stages.append(
+            {
+                "stage": stage,
+                "size": plan.sizes[index],
+                "error": float(wrong[index].double().mean()),
+                **top5(logits[index], labels),
+                "loss": float(F.cross_entropy(logits[index].double(), labels)),
+                "ece": calibration(logits[index], labels),
+                "macs": plan.macs(stage),
+                "params": plan.params(stage),
+            }
+        )
+    transitions = [
+        {
+            "from": plan.answering[i],
+            "to": plan.answering[i + 1],
+            "repaired": float((wrong[i] & ~wrong[i + 1]).double().mean()),
+            "broken": float((~wrong[i] & wrong[i + 1]).double().mean()),
+        }
+        for i in range(len(stages) - 1)
+    ]
+    return {"stages": stages, "transitions": transitions}
+
+
+def evaluate(
+    net: NestedNet, data: DataSet, split: str = "test", known: tuple[Tensor, Tensor] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """results.json of a network, and the tensors behind it. `known`: its answers, where they were just computed."""
+    logits, labels = known or answers(net, data.test)
+    found = {
+        "network": net.plan.name,
+        "data": data.name,
+        "split": split,
+        "n": len(labels),
+        "classes": list(data.classes),
+        "shape": list(data.shape),  # these four: for who answers where the data are not
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "prior": class_shares(data),
+        **judge(logits, labels, net.plan),
+    }
+    return found, {"logits": logits, "labels": labels}
+
+
+def class_shares(data: DataSet) -> list[float]:
+    """How often each class is among the training images; empty where there are none."""
+    counts = torch.bincount(data.train.labels.cpu(), minlength=len(data.classes)).double()
+    return [float(share) for share in counts / counts.sum()] if len(data.train) else []
+
+
+def gallery(logits: Tensor, labels: Tensor, count: int = PICTURES) -> Tensor:
+    """Indices of test images worth looking at: equally many from each "first stage that is right and stays right"."""
+    right = (logits.argmax(2) == labels).cpu()
+    stages = len(right)
+    # settled[i] = the first stage from which on every answer is right; `stages` where the last one is wrong
+    steady = right.flip(0).cummin(0).values.flip(0)
+    settled = stages - steady.sum(0)
+    each = -(-count // (stages + 1))
+    chosen = [torch.nonzero(settled == stage).flatten()[:each] for stage in range(stages + 1)]
+    return torch.cat(chosen)[:count].sort().values
+
+
+def store(
+    run: RunDir, net: NestedNet, data: DataSet, split: str, known: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Any]:
+    """Evaluate and leave results.json, outputs and gallery in the run folder."""
+    found, tensors = evaluate(net, data, split, known)
+    keep(run, data, found, tensors)
+    return found
+
+
+def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Leave what `evaluate` found in the run folder."""
+    run.save_tensors(OUTPUTS, tensors)
+    indices = gallery(tensors["logits"], tensors["labels"])
+    run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices})
+    run.write_json(RESULTS, found)
+
+
+def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
+    """A run's network with its weights. Its classes and shape are those of its data, or, without these, of its results."""
+    if not run.has(WEIGHTS):
+        raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
+    # with the data at hand a damaged results.json is not looked at: evaluating is what writes it anew
+    known = run.read_json(RESULTS) if not data and run.has(RESULTS) else {}
+    classes = data.classes if data else known.get("classes", ())
+    shape: Any = data.shape if data else tuple(known.get("shape", ())) or None
+    net = build(run.read_recipe().network, classes=len(classes) or None, shape=shape)
+    run.load_weights(net)
+    return net.eval()
+
+
+def trained(path: str, device: torch.device | str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
+    """The network of a run folder with its weights, and its data."""
+    run = RunDir.open(path)
+    data = load(run.read_recipe().data, device)
+    return run, network(run, data).to(device), data
+
+
+def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, Any]:
+    """Error, loss and calibration of every stage of a run, measured anew and stored with it.
+
+    Args:
+        run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
+        device: auto, cpu or cuda.
+        sample: on the first thousand test images, which come with nestling; for networks that come with it.
+    """
+    from nestling.runs import shelf  # it is made of this room's functions
+
+    chosen = pick_device(device, "--device ")
+    if shelf.holds(run):
+        return shelf.evaluate_again(run, chosen, sample)
+    if sample:
+        known = ", ".join(shelf.names())
+        raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
+    shelf.open_run(run)
+    folder, net, data = trained(run, chosen)
+    split = "validation" if folder.read_recipe().data.validation else "test"
+    found, tensors = evaluate(net, data, split)
+    result = {"run": str(folder.path), **found}
+    try:
+        keep(folder, data, found, tensors)
+    except NestlingError as error:
+        # What was measured is shown. Still it has failed: reports read what is stored, and a script should not go on to one.
+        result["incomplete"] = f"measured, but not stored: {error}"
+    return result
+
+
+def show(result: dict[str, Any]) -> Table:
+    """A row per stage, for people."""
+    title = f"{result['network']} on {result['data']} ({result['split']}, n={result['n']})"
+    table = Table("stage", "size", "error %", "loss", "ECE %", "MACs", "repaired %", "broken %", title=title)
+    if "card" in result:
+        table.caption = "its card says " + " / ".join(f"{100 * error:.2f}" for error in result["card"]) + " %"
+    moves = {move["to"]: move for move in result["transitions"]}
+    for row in result["stages"]:
+        move = moves.get(row["stage"])
+        changes = (f"{100 * move['repaired']:.2f}", f"{100 * move['broken']:.2f}") if move else ("", "")
+        error, ece = f"{100 * row['error']:.2f}", f"{100 * row['ece']:.2f}"
+        table.add_row(str(row["stage"]), row["size"], error, f"{row['loss']:.3f}", ece, f"{row['macs']:,}", *changes)
+    return table

@@ -1,0 +1,247 @@
+"""A run's folder: what a run leaves behind, written so that a kill or a full disk never spoils it.
+
+Comes in: recipe, log lines, tensors, results. Goes out: the same, or a NestlingError that says which file is
+missing, damaged or foreign. Every file but the log is replaced whole; the log grows by lines, and a torn last
+line is dropped. Tensors are safetensors with a checksum, all else is JSON; nothing is ever unpickled.
+It does not know what the tensors mean or how a run is trained.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError, nearest
+from nestling.files import saying, to_text, write_atomically
+from nestling.recipes.recipe import Recipe, from_dict
+from nestling.runs.provenance import provenance
+
+RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
+WEIGHTS, CHECKPOINT = "weights.safetensors", "checkpoint.safetensors"
+RECOVER = "restore it from a copy, or train again into another folder"
+# What to do about a damaged file that can be made again, or gone without.
+REMEDIES = {
+    RESULTS: "nestling evaluate {run} writes it anew",
+    "outputs.safetensors": "nestling evaluate {run} writes it anew",
+    "gallery.safetensors": "nestling evaluate {run} writes it anew",
+    "profile.json": "nestling profile {run} measures it anew",
+    PROVENANCE: "delete it, the run works without it",
+    "curve.json": "delete it, the run works without it",
+}
+FORMAT = "1"  # of our tensor files; raise it when older files can no longer be read
+
+
+class RunDir:
+    """One run's folder. `create` makes it, `open` finds it; `path` is where it is."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunDir":
+        """An empty run folder; refused where a run left work, cleared where one was killed before that."""
+        run = cls(path)
+        for name in (CHECKPOINT, WEIGHTS, RESULTS):
+            if run.has(name):
+                raise NestlingError(
+                    f"{run.path} already holds a run ({name} is there); resume it, choose another folder or delete it"
+                )
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            for name in (RECIPE, PROVENANCE, LOG):
+                (run.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise NestlingError(f"cannot make the run folder {run.path}: {error.strerror}; choose another") from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunDir":
+        """An existing run folder: one that has a recipe."""
+        run = cls(path)
+        if run.has(RECIPE):
+            return run
+        if run.path.is_dir():
+            raise NestlingError(f"{run.path} is not a run folder: it has no {RECIPE}; name the folder of a run")
+        siblings = sorted(each.parent.name for each in run.path.parent.glob(f"*/{RECIPE}"))
+        hint = f"did you mean {nearest(run.path.name, siblings)}?" if siblings else "train a run first"
+        raise NestlingError(f"there is no run folder {run.path}; {hint}")
+
+    def discard(self) -> None:
+        """A run that was refused before it began: what `create` made goes, and nothing else."""
+        for name in (RECIPE, PROVENANCE):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something else
+            self.path.rmdir()
+
+    def going_on(self) -> str:
+        """The command that goes on with it."""
+        return f"nestling train --resume {self.path}"
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    # The recipe, and where the run came from
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        self.write_json(RECIPE, dataclasses.asdict(recipe))
+
+    def read_recipe(self) -> Recipe:
+        found = self.read_json(RECIPE)
+        try:
+            return from_dict(found)
+        except NestlingError as error:
+            raise NestlingError(f"{self.path / RECIPE}: {error}") from error
+
+    def write_provenance(
+        self, command: str, device: str = "cpu", resumed: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        """What made this run. A resumed run keeps its first start and lists later ones under "resumed"."""
+        now = provenance(command, device, clock)
+        if resumed and self.has(PROVENANCE):
+            first = self.read_json(PROVENANCE)
+            now = {**first, "resumed": [*first.get("resumed", []), now]}
+        self.write_json(PROVENANCE, now)
+
+    # The log: one JSON line per epoch
+
+    def append_log(self, line: Mapping[str, Any]) -> None:
+        """Add one line. Call it before save_checkpoint: resuming can cut a line but not invent one."""
+        path = self.path / LOG
+        text = (to_text(line, indent=None) + "\n").encode()
+        with saying(path, len(text), "the lines before it are unchanged"), open(path, "ab") as file:
+            end = len(whole_lines(path.read_bytes()))
+            file.truncate(end)  # what a kill may have left of an unfinished line
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # a second failure must not hide the first
+                    os.truncate(path, end)
+                raise
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """The log's whole lines; an unfinished last one is dropped."""
+        path = self.path / LOG
+        if not self.has(LOG):
+            return []
+        lines = []
+        for number, line in enumerate(whole_lines(path.read_bytes()).splitlines(), start=1):
+            try:
+                lines.append(json.loads(line))
+            except ValueError as error:
+                raise NestlingError(
+                    f"{path}, line {number} is not JSON; the log is damaged, delete that line"
+                ) from error
+        return lines
+
+    def truncate_log(self, epoch: int) -> None:
+        """Keep only lines up to and including this epoch, so that the log and the checkpoint agree."""
+        kept = [line for line in self.read_log() if line["epoch"] <= epoch]
+        text = "".join(to_text(line, indent=None) + "\n" for line in kept)
+        write_atomically(self.path / LOG, text.encode())
+
+    # Tensors
+
+    def save_weights(self, net: nn.Module) -> None:
+        self.save_tensors(WEIGHTS, net.state_dict())
+
+    def load_weights(self, net: nn.Module) -> None:
+        """Fill net with this run's weights, every one of them and no other."""
+        found, _ = self.load_tensors(WEIGHTS)
+        wanted = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        if given != wanted:
+            name = sorted(key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key))[0]
+            raise NestlingError(
+                f"{self.path / WEIGHTS} belongs to another network: {name!r} has shape "
+                f"{given.get(name, 'none')}, expected {wanted.get(name, 'none')}; "
+                f"build the network from this run's {RECIPE}"
+            )
+        net.load_state_dict(found)
+
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        self.save_tensors(CHECKPOINT, tensors, meta)
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self.load_tensors(CHECKPOINT)
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
+        """Replace the file by these tensors, with meta (anything JSON holds) in its header."""
+        # Copies: safetensors refuses tensors that share memory or are not contiguous.
+        copies = {
+            key: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for key, tensor in tensors.items()
+        }
+        text = json.dumps(dict(meta or {}), sort_keys=True)
+        header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
+        write_atomically(self.path / name, safetensors.torch.save(copies, metadata=header))
+
+    def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors (on the CPU) and meta of a file that save_tensors wrote; anything else is refused."""
+        path = self.path / name
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except FileNotFoundError as error:
+            raise NestlingError(f"there is no {path}; has the run got that far?") from error
+        except OSError as error:
+            raise NestlingError(f"cannot read {path}: {error}") from error
+        except Exception as error:  # safetensors' own error, or JSON or UTF-8 trouble in a spoilt header
+            raise NestlingError(
+                f"{path} is truncated, damaged or no safetensors file ({error}); {self.remedy(name)}"
+            ) from error
+        if header.get("nestling") != name or header.get("format") != FORMAT:
+            kind = f"{header.get('nestling', 'foreign')!r}, format {header.get('format', 'none')!r}"
+            raise NestlingError(
+                f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {self.remedy(name)}"
+            )
+        if header.get("sha256") != checksum(name, tensors, header.get("meta", "")):
+            raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {self.remedy(name)}")
+        return tensors, json.loads(header["meta"])
+
+    # Everything else
+
+    def write_json(self, name: str, value: Any) -> None:
+        write_atomically(self.path / name, (to_text(value) + "\n").encode())
+
+    def read_json(self, name: str) -> Any:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise NestlingError(f"there is no {path}; has the run got that far?") from error
+        except OSError as error:
+            raise NestlingError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise NestlingError(f"{path} is not JSON ({error}); {self.remedy(name)}") from error
+
+    def remedy(self, name: str) -> str:
+        """What to do about a damaged file of this run."""
+        return REMEDIES.get(name, RECOVER).format(run=self.path)
+
+
+def whole_lines(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+def checksum(name: str, tensors: Mapping[str, Tensor], meta: str) -> str:
+    """SHA-256 of all a tensor file says: its name, meta, and each tensor's name, type, shape and bytes."""
+    digest = hashlib.sha256(f"{name}\n{meta}\n".encode())
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        digest.update(f"{key}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""Bad input is refused here, before it reaches a stage: images and deadlines, checked and in one form.
+
+In: an image (C,H,W) or a batch (N,C,H,W), uint8 as in files or float32 already normalised, and seconds. Out: float32
+(N,C,H,W) of the runtime's own (the caller may reuse its memory at once), and one deadline per image.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from nestling.errors import NestlingError
+from nestling.runtime.engine import Floats
+from nestling.runtime.spec import Spec
+
+BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
+
+
+class Intake:
+    """Checks and normalises images for one network."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        # float32 in the same order as data.augment.normalise, so that both agree to the last bit
+        self.centre = (np.array(spec.mean, np.float32) * np.float32(255)).reshape(-1, 1, 1)
+        self.scale = (np.float32(1) / (np.array(spec.std, np.float32) * np.float32(255))).reshape(-1, 1, 1)
+        self.white = max(((1 - mean) / std for mean, std in zip(spec.mean, spec.std, strict=True)), default=math.inf)
+
+    def images(self, x: Any) -> tuple[Floats, bool]:
+        """float32 (N,C,H,W), and whether a single image was given."""
+        if not isinstance(x, np.ndarray):
+            raise NestlingError(f"found {type(x).__name__}, expected an array of images {self.wanted()}")
+        single = x.ndim == 3
+        if x.shape[-3:] != self.spec.shape or x.ndim not in (3, 4):
+            raise NestlingError(f"{self.spec.name} takes images {self.wanted()}; found shape {x.shape}")
+        if not single and not len(x):
+            raise NestlingError(f"the batch is empty; give at least one image {self.wanted()}")
+        batch = x[None] if single else x
+        if x.dtype == np.uint8:
+            if not self.spec.mean:
+                raise NestlingError(
+                    "found uint8 images, but this runtime does not know how to normalise them: make it with "
+                    "spec=nestling.Spec(..., mean=..., std=...), or give normalised float32 images"
+                )
+            pixels = batch.astype(np.float32)
+            pixels -= self.centre
+            pixels *= self.scale
+            return pixels, single
+        if x.dtype != np.float32:
+            raise NestlingError(
+                f"found images of {x.dtype}, expected uint8 (0 to 255) or float32 (normalised); convert them first"
+            )
+        if not np.isfinite(batch).all():
+            bad = int((~np.isfinite(batch)).any(axis=(1, 2, 3)).argmax())
+            raise NestlingError(f"image {bad} has pixels that are not numbers (NaN or infinite); repair or drop it")
+        if (brightest := float(batch.max())) > BEYOND_WHITE * self.white:
+            raise NestlingError(
+                f"found float32 pixels up to {brightest:.4g}, but a normalised white pixel of {self.spec.name} is "
+                f"{self.white:.2g}; give the pictures as uint8 (0 to 255), or normalise them: (x / 255 - mean) / std with "
+                "the mean and std of runtime.spec"
+            )
+        return np.array(batch, order="C"), single
+
+    def wanted(self) -> str:
+        return f"(N, {', '.join(map(str, self.spec.shape))}) or ({', '.join(map(str, self.spec.shape))})"
+
+
+def seconds(deadline: Any) -> float:
+    """One deadline: None is infinite; zero and less mean "now"."""
+    if deadline is None:
+        return math.inf
+    if type(deadline) is float and deadline >= 0:  # the usual case: asking an abstract class takes longer than all else
+        return deadline
+    if isinstance(deadline, bool) or not isinstance(deadline, Real | np.number) or math.isnan(float(deadline)):
+        raise NestlingError(f"deadline {deadline!r} is not a number of seconds; write 0.005 for 5 ms, None for none")
+    return max(0.0, float(deadline))
+
+
+def check_threads(threads: int) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise NestlingError(
+            f"threads={threads!r}; expected how many threads a stage may use (1 or more), or 0 for all cores"
+        )
+
+
+def deadlines(deadline: Any, count: int) -> list[float]:
+    """One deadline per image, from one for all or a sequence of them."""
+    if type(deadline) is not float and isinstance(deadline, Sequence | np.ndarray) and not isinstance(deadline, str):
+        found = [seconds(each) for each in deadline]
+        if len(found) != count:
+            raise NestlingError(f"found {len(found)} deadlines for {count} images; give one, or one per image")
+        return found
+    return [seconds(deadline)] * count

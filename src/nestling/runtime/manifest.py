@@ -1,0 +1,120 @@
+"""The manifest of exported stages: one JSON file that says what lies beside it, and how to tell that it is intact.
+
+In: a folder. Out: a Manifest, or a NestlingError that says which file is missing, changed or foreign: every graph's SHA-256
+is checked before it is read. Standard library only; who writes the folder is nestling.export.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import NestlingError
+from nestling.runtime.spec import Spec, from_dict
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "nestling-stages", 1
+AGAIN = "export the run again"
+
+
+@dataclass(frozen=True)
+class StageFile:
+    """One stage on disk."""
+
+    file: str  # in the manifest's folder
+    sha256: str
+    takes: tuple[str, ...]  # values from earlier stages; "input" is the image
+    gives: tuple[str, ...]  # values for later stages
+
+
+@dataclass(frozen=True)
+class Manifest:
+    spec: Spec
+    form: str  # onnx | pt2
+    precision: str  # float32 | int8
+    stages: tuple[StageFile, ...]
+    shapes: Mapping[str, tuple[int, ...]]  # of the values between stages, without the batch
+    latencies: tuple[float, ...] = ()  # seconds of each stage by itself, on the exporting machine; empty = not measured
+    about: Mapping[str, Any] | None = None  # where it comes from and how it was verified, for people
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "form": self.form,
+            "precision": self.precision,
+            "network": self.spec.to_dict(),
+            "stages": [
+                {"stage": number, "size": self.spec.sizes[number - 1], **vars_of(stage)}
+                for number, stage in enumerate(self.stages, start=1)
+            ],
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "latencies": list(self.latencies),
+            "about": dict(self.about or {}),
+        }
+
+
+def vars_of(stage: StageFile) -> dict[str, Any]:
+    return {"file": stage.file, "sha256": stage.sha256, "takes": list(stage.takes), "gives": list(stage.gives)}
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a folder, its fields checked; the graphs are checked when they are read."""
+    path = Path(folder) / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NestlingError(
+            f"{folder} holds no exported stages: there is no {MANIFEST}; run nestling export"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise NestlingError(f"{path} cannot be read ({error}); {AGAIN}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise NestlingError(f"{path} is not a manifest of exported stages; name a folder that nestling export wrote")
+    if found.get("version") != VERSION:
+        raise NestlingError(f"{path} has version {found.get('version')!r}, expected {VERSION}; {AGAIN}")
+    try:
+        manifest = parse(found)
+    except NestlingError as error:
+        raise NestlingError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NestlingError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+    if len(manifest.stages) != manifest.spec.stages:
+        raise NestlingError(f"{path} lists {len(manifest.stages)} graphs for {manifest.spec.stages} stages; {AGAIN}")
+    return manifest
+
+
+def parse(found: Mapping[str, Any]) -> Manifest:
+    names = lambda values: tuple(str(value) for value in values)  # noqa: E731
+    stages = tuple(
+        StageFile(str(row["file"]), str(row["sha256"]), names(row["takes"]), names(row["gives"]))
+        for row in found["stages"]
+    )
+    for stage in stages:
+        if Path(stage.file).name != stage.file or stage.file in ("", ".", ".."):
+            raise NestlingError(f"the file {stage.file!r} is not inside the folder; {AGAIN}")
+    shapes = {str(name): tuple(int(side) for side in shape) for name, shape in found["shapes"].items()}
+    missing = {name for stage in stages for name in (*stage.takes, *stage.gives)} - set(shapes)
+    if missing:
+        raise NestlingError(f"it does not say what shape {sorted(missing)[0]!r} has; {AGAIN}")
+    latencies = tuple(float(value) for value in found.get("latencies", ()))
+    spec = from_dict(found["network"])
+    return Manifest(spec, str(found["form"]), str(found["precision"]), stages, shapes, latencies, found.get("about"))
+
+
+def read_graph(folder: str | Path, stage: StageFile) -> bytes:
+    """The bytes of one graph, which are those that were exported."""
+    path = Path(folder) / stage.file
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise NestlingError(f"cannot read {path}: {error.strerror}; {AGAIN}") from error
+    if checksum(data) != stage.sha256:
+        raise NestlingError(f"{path} is not the file the manifest describes: its checksum differs; {AGAIN}")
+    return data
+
+
+def checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

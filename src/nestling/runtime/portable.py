@@ -1,0 +1,38 @@
+"""Exported stages answered by a deadline, with numpy and onnxruntime only: torch is never imported.
+
+In: a folder that `nestling export` wrote. `Portable(folder).answer(x, deadline)` is what nestling.Runtime does, by the same
+worker and clock; x is an array, uint8 as in files or float32 normalised. It trains, measures and exports nothing.
+"""
+
+from pathlib import Path
+
+from nestling.errors import NestlingError
+from nestling.runtime.caller import MEMORY, Anytime
+from nestling.runtime.engine import warm_up
+from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
+from nestling.runtime.inputs import check_threads
+from nestling.runtime.manifest import Manifest, read_graph, read_manifest
+from nestling.runtime.pace import Pace
+
+__all__ = ["Portable", "open_engine"]
+
+
+class Portable(Anytime):
+    """Answers by a deadline from exported stages. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, folder: str | Path, threads: int = 1, memory: int = MEMORY) -> None:
+        """threads=0 uses all cores; one thread keeps its pace better on a busy machine."""
+        self.manifest = read_manifest(folder)
+        engine = open_engine(folder, self.manifest, threads)
+        spec = self.manifest.spec
+        super().__init__(engine, spec, Pace(warm_up(engine, spec.shape)), memory)
+        self.warm()
+
+
+def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> OnnxEngine:
+    """The engine of exported stages, after every graph has been checked against the manifest."""
+    check_threads(threads)
+    if manifest.form != "onnx":
+        raise NestlingError(f"{folder} holds stages in the form {manifest.form!r}; export them with --format onnx")
+    graphs = [StageGraph(read_graph(folder, stage), stage.takes, stage.gives) for stage in manifest.stages]
+    return OnnxEngine(graphs, manifest.shapes, len(manifest.spec.classes), threads)

@@ -1,0 +1,108 @@
+"""Images on their way through the stages: a Row is one image, a Work those that go on together.
+
+A row knows its best logits so far and where its work stands; a work holds the images, the engine's state and how many
+stages are behind them. A work that is queued or running knows its rows; a resting one does not, so that it and its state
+are freed with the last answer that could be refined. Who runs them, and when, is worker.py's business.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from nestling.runtime.engine import Floats, State, Stop
+from nestling.runtime.mailbox import Mailbox
+
+
+class Trail:
+    """When a question was asked, how slow the machine was then, and the seconds until each stage was done."""
+
+    __slots__ = ("began", "counts", "done", "slowdown")
+
+    def __init__(self, began: float, slowdown: float, counts: bool = True) -> None:
+        """`counts`: forecasts learn from it; measuring is not asking."""
+        self.began, self.slowdown, self.counts = began, slowdown, counts
+        self.done: list[float] = []
+
+
+class Row:
+    """One image."""
+
+    __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "trail", "work")
+
+    def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
+        self.deadline = deadline  # on the clock: somebody waits for more until then, and looks then, a margin early
+        self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
+        self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
+        self.final = False
+        self.error: Exception | None = None
+        self.listeners: tuple[tuple[Mailbox[News | None], bool], ...] = ()  # and whether they want every stage's news
+        self.work: Work | None = None
+        self.place = 0  # in its work
+        self.trail: Trail | None = None  # of a single question, until nobody goes on with it
+
+    def tell(self, news: "News | None") -> None:
+        for listener, every in self.listeners:
+            if every or news is None or news.final:  # waking a thread for nothing costs the stages time
+                listener.put(news)
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.final, self.work = error, True, None
+        self.tell(None)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class News:
+    """A row finished a stage."""
+
+    row: Row
+    stage: int
+    logits: Floats
+    final: bool
+    at: float  # on the clock
+
+
+class Work:
+    """Images that go through the next stage together: they have the same stages behind them."""
+
+    __slots__ = ("__weakref__", "done", "pick", "queued", "rows", "running", "state", "stop", "x")
+
+    def __init__(self, rows: list[Row], x: Floats, state: State = None, done: int = 0) -> None:
+        self.rows = rows
+        self.x = x  # (n,C,H,W); kept until the last stage, in case the state has to go
+        self.state = state  # None before stage 1, or when it had to go
+        self.pick: list[int] | None = None  # which images of the state these are; None = all, in order
+        self.done = done
+        self.queued = self.running = False
+        self.stop = Stop()
+        for place, row in enumerate(rows):
+            row.work, row.place = self, place
+
+    def deadline(self) -> float:
+        return max((row.deadline for row in self.rows if not row.final), default=-inf)
+
+    def part(self, places: list[int]) -> "Work":
+        """Some of the rows as a work of their own, which shares this one's state; the others stay here."""
+        other = Work([self.rows[place] for place in places], self.x[places], self.state, self.done)
+        if self.state is not None:
+            other.pick = [self.pick[place] for place in places] if self.pick is not None else list(places)
+        return other
+
+    def rest(self) -> bool:
+        """Forget the rows (they know this work) and say whether any of them may come back."""
+        unfinished = any(row.work is self for row in self.rows)
+        self.rows = []
+        return unfinished
+
+    def resume(self, row: Row) -> "Work":
+        """A resting work for one of its rows: itself if that is all it holds, else a work of its own."""
+        if len(self.x) == 1:
+            self.rows = [row]
+            return self
+        place = row.place  # valid for ever: nothing is taken out of x or the state, only copied
+        other = Work([row], self.x[place : place + 1], self.state, self.done)
+        if self.state is not None:
+            other.pick = [place if self.pick is None else self.pick[place]]
+        return other
+
+    def forget(self) -> None:
+        """Let the state go; if the images come back, they begin anew."""
+        self.state, self.pick, self.done = None, None, 0

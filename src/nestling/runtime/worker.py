@@ -1,0 +1,268 @@
+"""The worker: runs stages in a thread of its own, and decides which.
+
+In: works, groups of images that have the same stages behind them. Whoever has least goes first: everybody gets stage 1
+before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
+wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept
+for later, the newest `keep` of them. Callers never wait for a stage: they look at `row.best` when their time is up.
+"""
+
+import heapq
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+
+from nestling.runtime.answer import softmax
+from nestling.runtime.bell import Bell
+from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
+from nestling.runtime.forecast import Recent
+from nestling.runtime.pace import Pace
+from nestling.runtime.work import News, Row, Work
+
+BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
+COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
+
+
+class Worker:
+    """Owns the thread, the queues and the engine. Everything here is thread-safe."""
+
+    def __init__(self, engine: Engine, pace: Pace, keep: int, clock: Callable[[], float]) -> None:
+        self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
+        self.recent = Recent()
+        self.lock = threading.Lock()
+        self.bell = Bell()  # there is something to do; rung without the lock
+        self.fresh: list[tuple[float, int, Work]] = []  # heaps: without any stage yet, by deadline
+        self.begun: list[tuple[int, float, int, Work]] = []  # by stages done, then deadline
+        self.late: list[tuple[float, int, Work]] = []  # given up while others waited; tried again when nobody does
+        self.order = itertools.count()
+        self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
+        self.parked_images = self.begun_images = 0
+        self.running: Work | None = None
+        self.closing = False
+        self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
+        self.thread.start()
+
+    # --- called by anybody ---------------------------------------------------------------------------------------
+
+    def submit(self, work: Work) -> None:
+        """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
+        with self.lock:
+            if work.deadline() <= (now := self.clock()):
+                for row in work.rows:
+                    self.remember(row, now)
+                work.rest()
+                return
+            self.push(work)
+            running = self.running
+            if running is not None and running.deadline() <= self.clock():
+                running.stop.set()
+        self.bell.ring()
+
+    def extend(self, row: Row, deadline: float) -> None:
+        """Somebody wants more of this row: queue it unless it is on its way."""
+        with self.lock:
+            row.deadline = max(row.deadline, deadline)
+            work = row.work
+            if row.final or work is None or work.running or work.queued:
+                return
+            self.push(work.resume(row))
+        self.bell.ring()
+
+    def expire(self) -> None:
+        """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
+        machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
+        ends that was just asked for again, and is begun anew."""
+        running = self.running
+        costs = bool(self.fresh or self.begun) or self.pace.drag > BUSY
+        if running is not None and costs and running.deadline() <= self.clock():
+            running.stop.set()
+
+    def cancel(self, rows: Sequence[Row]) -> None:
+        """Nobody wants more of these rows."""
+        now = self.clock()
+        for row in rows:
+            row.deadline = min(row.deadline, now)
+        running = self.running
+        if running is not None and running.deadline() <= now:
+            running.stop.set()
+
+    def close(self) -> None:
+        """End the running stage, the thread and the engine. Waiting callers are told, and answer with what they have."""
+        with self.lock:
+            if self.closing:
+                return
+            self.closing = True
+            if self.running is not None:
+                self.running.stop.set()
+        self.bell.ring()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+        self.engine.close()
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def push(self, work: Work) -> None:
+        work.queued = True
+        if work.done:
+            heapq.heappush(self.begun, (work.done, work.deadline(), next(self.order), work))
+            self.begun_images += len(work.rows)
+        else:
+            heapq.heappush(self.fresh, (work.deadline(), next(self.order), work))
+
+    def pop(self) -> Work | None:
+        """The next work in turn, whether or not it still has time."""
+        # New images wait when the states of begun ones already fill the memory.
+        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].rows) > self.keep
+        work: Work | None = None
+        if self.fresh and not full:
+            work = heapq.heappop(self.fresh)[-1]
+        elif self.begun:
+            work = heapq.heappop(self.begun)[-1]
+            self.begun_images -= len(work.rows)
+        elif self.late:
+            work = heapq.heappop(self.late)[-1]
+        if work is not None:
+            work.queued = False
+        return work
+
+    def choose(self) -> Work | None:
+        """The work to run now; those that have no time left are put aside."""
+        while self.late and self.late[0][0] <= self.clock():  # they must not pile up while there is always other work
+            expired = heapq.heappop(self.late)[-1]
+            expired.queued = False
+            if expired.deadline() > self.clock():  # somebody asked for more meanwhile
+                self.push(expired)
+            else:
+                self.park(expired)
+        while (work := self.pop()) is not None:
+            now, others = self.clock(), bool(self.fresh or self.begun)
+            alive = [place for place, row in enumerate(work.rows) if row.deadline > now and not row.final]
+            if not alive:
+                self.park(work)
+            elif others and now + self.pace.predict(work.done + 1, len(alive)) > work.deadline():
+                work.queued = True
+                heapq.heappush(self.late, (work.deadline(), next(self.order), work))
+            elif len(alive) <= COMPACT * len(work.rows):
+                idle, work = work, work.part(alive)
+                self.park(idle)
+                return work
+            else:
+                return work
+        return None
+
+    def park(self, work: Work) -> None:
+        """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
+        for row in work.rows:
+            self.remember(row, self.clock())
+        if work.rest() and work.state is not None:
+            self.parked.append((weakref.ref(work), len(work.x)))
+            self.parked_images += len(work.x)
+        while self.parked_images > self.keep:
+            reference, count = self.parked.popleft()
+            self.parked_images -= count
+            old = reference()
+            if old is not None and not (old.queued or old.running):
+                old.forget()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """The thread: stage after stage until the end, and then nobody is left waiting."""
+        try:
+            while self.turn():
+                pass
+        finally:
+            with self.lock:
+                self.closing = True
+                left = [entry[-1] for heap in (self.fresh, self.begun, self.late) for entry in heap]
+                left += [self.running] if self.running is not None else []
+                for heap in (self.fresh, self.begun, self.late, self.parked):
+                    heap.clear()
+            for work in left:
+                for row in work.rows:
+                    row.tell(None)
+                work.rest()
+
+    def turn(self) -> bool:
+        """Wait for work and do the next stages of it; False when it is time to go."""
+        with self.lock:
+            if self.closing:
+                return False
+            work = self.choose()
+            if work is not None:
+                self.running, work.running, work.stop = work, True, Stop()
+        if work is None:
+            self.bell.wait(inf)
+            return True
+        while self.advance(work) and self.alone(work):
+            pass
+        with self.lock:
+            work.running = False
+            if self.closing:
+                return False
+            self.running = None
+            if all(row.final for row in work.rows):
+                work.forget()
+            else:
+                self.push(work)
+        return True
+
+    def alone(self, work: Work) -> bool:
+        """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
+        without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
+        short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
+        if len(work.rows) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
+            return False
+        row = work.rows[0]
+        return not row.final and row.deadline > self.clock()
+
+    def advance(self, work: Work) -> bool:
+        """One stage of one work, and the news of it; False if it came to nothing."""
+        stage = work.done + 1
+        try:
+            if work.state is None:
+                work.state = self.engine.start(work.x)
+            elif work.pick is not None:
+                work.state = self.engine.take(work.state, work.pick)
+            work.pick = None
+            began = self.clock()
+            logits, work.state = self.engine.step(stage, work.state, work.stop)
+        except Abandoned:
+            return False
+        except Exception as error:
+            for row in work.rows:
+                row.fail(error)
+            return False
+        now = self.clock()
+        self.pace.observe(stage, now - began, len(work.rows))
+        work.done = stage
+        self.publish(work.rows, stage, logits, now)
+        return True
+
+    def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
+        last = stage == self.engine.stages
+        sure = softmax(logits).max(axis=1) if not last and any(row.thresholds for row in rows) else None
+        for index, row in enumerate(rows):
+            if row.final or stage <= row.best[0]:
+                continue  # an earlier stage again, after its state had to go
+            row.best = (stage, logits[index])
+            if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
+                row.final, row.work = True, None
+            if row.trail is not None:
+                row.trail.done.append(now - row.trail.began)
+                if row.final:
+                    self.remember(row, now)
+            if row.listeners:  # last: who is told finds everything written down
+                row.tell(News(row, stage, logits[index], row.final, now))
+
+    def remember(self, row: Row, now: float) -> None:
+        """A question's first time is over: how it went until somebody looked is for forecasts. Later stages do not count, not
+        even when they were done: of those only the fast ones are, the others are called off, and so they would all look
+        faster than they are."""
+        trail, row.trail = row.trail, None
+        if trail is not None and trail.counts:
+            ended = min(now, row.deadline) - trail.began
+            if ended > 0:  # who has no time at all tells nothing of it
+                self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown)
