@@ -174,9 +174,10 @@ def mapped(graph: Graph, op: Op) -> None:
         graph.add(kind, [read], out, attributes)
 
 
-MAPS: dict[str, tuple[str, dict[str, list[int]]]] = {
+MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "relu": ("Relu", {}),
     "pool2": ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    "pool2up": ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1}),
     "maxpool3": ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
 }
 

@@ -52,9 +52,12 @@ class Draft:
     def relu(self, x: str) -> str:
         return self.map(f"{x}.relu", x, "relu")
 
-    def halve(self, x: str) -> str:
-        """Average pool of 2x2."""
-        return self.map(f"{x}.half", x, "pool2", tuple(side // 2 for side in self.nodes[x].size))
+    def halve(self, x: str, up: bool = False) -> str:
+        """Average pool of 2x2. Of an odd side the last pixel is dropped or, if `up`, averaged by itself."""
+        size = self.nodes[x].size
+        if up and any(side % 2 for side in size):
+            return self.map(f"{x}.half", x, "pool2up", tuple((side + 1) // 2 for side in size))
+        return self.map(f"{x}.half", x, "pool2", tuple(side // 2 for side in size))
 
     def add(self, name: str, xs: list[str]) -> str:
         """Sum of equal shapes; the sum of one thing is that thing."""

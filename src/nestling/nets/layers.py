@@ -16,6 +16,8 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Births
 
 Index = slice | Tensor
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair]  # stride, padding and dilation of one use of a convolution
 
 
 def as_index(channels: tuple[int, ...]) -> Index:
@@ -88,13 +90,19 @@ class NestedConv2d(nn.Conv2d):
     def live_weight(self) -> Tensor:
         return self.weight if self.mask is None else self.weight * self.mask
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, how: Geometry | None = None) -> Tensor:
         """`weight` is the weight already masked, where the network masks all its layers at once."""
-        return self._conv_forward(x, self.live_weight() if weight is None else weight, self.bias)
+        weight = self.live_weight() if weight is None else weight
+        stride, padding, dilation = how or self.geometry()
+        return F.conv2d(x, weight, self.bias, stride, padding, dilation, self.groups)
 
-    def rows(self, x: Tensor, cut: Cut) -> Tensor:
+    def rows(self, x: Tensor, cut: Cut, how: Geometry | None = None) -> Tensor:
         bias = None if self.bias is None else self.bias[cut.rows]
-        return F.conv2d(x, cut.weight(self.weight), bias, self.stride, self.padding, self.dilation, cut.groups)
+        stride, padding, dilation = how or self.geometry()
+        return F.conv2d(x, cut.weight(self.weight), bias, stride, padding, dilation, cut.groups)
+
+    def geometry(self) -> Geometry:
+        return self.stride, self.padding, self.dilation  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, births={describe_births(self.births_in)} -> {describe_births(self.births_out)}"

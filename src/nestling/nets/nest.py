@@ -9,13 +9,14 @@ computes exactly what the module computes. How modules are read is trace.py's bu
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Growth, grow
-from nestling.nets.net import NestedNet, cut_state
+from nestling.nets.net import NestedNet, cut_state, follow
 from nestling.nets.plan import WEIGHTED, Node, Plan
 from nestling.nets.settle import settle
 from nestling.nets.sketch import Sketch
@@ -48,17 +49,17 @@ def nest(
     plan, layers = drawn(sketch, grown, uneven, net)
     settled = settle(plan)
     given = {n.name: layers[n.name] for n in settled.nodes if n.function == "module"}
-    nested = NestedNet(settled, given)
-    first = next(module.parameters(), None)
-    if first is not None:
-        nested.to(device=first.device, dtype=first.dtype)
+    nested = NestedNet(settled, given).train(module.training)
+    for node in settled.nodes:
+        if node.name in layers and not node.shares:
+            follow(nested.layer(node.name), layers[node.name])
     everything = {n: tuple(row for row, owned in enumerate(bits) if owned) for n, bits in plan.owners.items()}
     nested.load_state_dict(cut_state(plan, nested, everything, weights(plan, layers)))
     for node in settled.nodes:
         layer = nested.layer(node.name) if node.op in WEIGHTED else None
         if layer is not None and layer.mask is not None:
             layer.weight.data.mul_(layer.mask)
-    return nested.train(module.training)
+    return nested
 
 
 def fitted(sketch: Sketch) -> Sketch:
@@ -138,8 +139,8 @@ def drawn(sketch: Sketch, growth: Growth, uneven: bool, net: str) -> tuple[Plan,
             if node.name in sketch.layers:
                 layers[made] = copy.deepcopy(sketch.layers[node.name])
             if node is tail[0]:
-                columns = torch.tensor(live)
-                layers[made].weight = nn.Parameter(sketch.layers[node.name].weight.detach()[:, columns])  # type: ignore[operator]
+                weight: Any = sketch.layers[node.name].weight
+                layers[made].weight = nn.Parameter(weight.detach()[:, torch.tensor(live)], weight.requires_grad)
             last = made
         heads.append(last)
     return Plan(net, tuple(nodes), tuple(heads), growth.sizes), layers

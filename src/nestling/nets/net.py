@@ -5,6 +5,7 @@ stage by stage, each computing only what is new: `logits, state = stage(state)`,
 passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is the plan's business, not this room's.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.nets.layers import (
     Cut,
+    Geometry,
     MaskAll,
     NestedBatchNorm2d,
     NestedConv2d,
@@ -31,6 +33,7 @@ State = tuple[Tensor, ...]
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "pool2": lambda x: F.avg_pool2d(x, 2),
+    "pool2up": lambda x: F.avg_pool2d(x, 2, ceil_mode=True),
     "maxpool3": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
     "mean": lambda x: x.mean((2, 3)),
 }
@@ -90,6 +93,7 @@ class NestedNet(nn.Module):
                 attach(self, node.name, layer)
         self._last_use = last_uses(plan)
         self._stages: tuple[Stage, ...] | None = None
+        self._staged: list[nn.Module] = []  # the modules that the stages were made of
 
     def layer(self, name: str) -> Any:
         """The module of a node. Looked up, never cached: deepcopy and module replacement then just work."""
@@ -119,7 +123,7 @@ class NestedNet(nn.Module):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return {}
         layers = {n.name: self.layer(n.name) for n in self.plan.nodes if n.op in WEIGHTED and not n.shares}
-        masked = {name: layer for name, layer in layers.items() if getattr(layer, "mask", None) is not None}
+        masked = {name: layer for name, layer in layers.items() if masked_layer(name, layer).mask is not None}
         if not masked:
             return {}
         weights = MaskAll.apply(
@@ -130,7 +134,9 @@ class NestedNet(nn.Module):
     def compute(self, node: Node, reads: list[Tensor]) -> Tensor:
         """One node over all its channels; a masked weight may follow what it reads."""
         if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
-            out: Tensor = self.layer(node.name)(*reads)
+            # A layer that serves several places is used in each with that place's own stride, padding and dilation.
+            how = {"how": geometry(node)} if node.op == "conv" and node.shares else {}
+            out: Tensor = self.layer(node.name)(*reads, **how)
             return out
         if node.op == "map":
             return MAPS[node.function](reads[0])
@@ -144,11 +150,11 @@ class NestedNet(nn.Module):
 
     @property
     def stages(self) -> "tuple[Stage, ...]":
-        """The network stage by stage. Stages share this network's parameters."""
-        made = self._stages
-        if made is None:
+        """The network stage by stage. Stages share this network's layers; they are made anew when one was replaced."""
+        made, layers = self._stages, list(self.modules())
+        if made is None or layers != self._staged:
             made = tuple(Stage(self, index).train(self.training) for index in range(len(self.plan.heads)))
-            self._stages = made
+            self._stages, self._staged = made, layers
         return made
 
     def train(self, mode: bool = True) -> "NestedNet":
@@ -185,17 +191,21 @@ class NestedNet(nn.Module):
         """D_stage as a stand-alone module: its own copy of its weights, nothing of later stages, one answer."""
         plan = self.plan.restrict(stage)
         kept = self.plan.kept(stage)
-        given = {n.name: self.layer(n.name) for n in plan.nodes if n.function == "module"}
-        small = NestedNet(plan, given).to(next(self.parameters()))
-        small.train(self.training)
+        given = {n.name: copy.deepcopy(self.layer(n.name)) for n in plan.nodes if n.function == "module"}
+        small = NestedNet(plan, given).train(self.training)
+        for node in plan.nodes:
+            if node.op in (*WEIGHTED, "norm") and not node.shares:
+                follow(small.layer(node.name), self.layer(node.name))
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
 
     def reset(self, generator: torch.Generator) -> "NestedNet":
-        """Draw all weights anew from a generator: same seed, same network."""
+        """Draw all weights anew from a generator: same seed, same network. Norms forget what they have seen."""
         for node in self.plan.nodes:
             if node.op in WEIGHTED:
                 self.layer(node.name).reset_nested(generator)
+            elif node.op == "norm":
+                self.layer(node.name).reset_parameters()
         return self
 
 
@@ -222,7 +232,7 @@ class Stage(nn.Module):
         for step in self.program.steps:
             node = step.node
             if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
-                self.layers[node.name.replace(".", "/")] = net.layer(node.name)
+                self.layers[node.name.replace(".", "/")] = cuttable(node, net.layer(node.name))
             self.cuts.append(make_cut(net.plan, step) if node.op in WEIGHTED or node.op == "norm" else None)
 
     def train(self, mode: bool = True) -> "Stage":
@@ -248,7 +258,10 @@ class Stage(nn.Module):
         node = step.node
         if cut is not None:
             layer: Any = self.layers[node.name.replace(".", "/")]
-            out: Tensor = layer.rows(reads[0], cut, self.training) if node.op == "norm" else layer.rows(reads[0], cut)
+            if node.op == "norm":
+                out: Tensor = layer.rows(reads[0], cut, self.training and layer.training)
+            else:
+                out = layer.rows(reads[0], cut, geometry(node)) if node.op == "conv" else layer.rows(reads[0], cut)
             return out
         if node.function == "module":
             out = self.layers[node.name.replace(".", "/")](reads[0])
@@ -265,6 +278,45 @@ class Stage(nn.Module):
         wanted = [node.source[row] for row in step.rows]
         order = {c: i for i, c in enumerate(dict.fromkeys(c for c in wanted if c >= 0))}
         return select(reads[0], tuple(order.get(c, -1) for c in wanted))
+
+
+def geometry(node: Node) -> Geometry:
+    return node.stride, node.padding, node.dilation
+
+
+def follow(layer: nn.Module, source: nn.Module) -> None:
+    """Give a layer the number type, the place, the mode and the frozen parameters of the one it is made after.
+
+    A layer only, not what hangs below it by name."""
+    theirs = dict(source.named_parameters(recurse=False))
+    first = next(iter(theirs.values()), next(source.buffers(recurse=False), None))
+    for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+        if first is not None:
+            dtype = first.dtype if tensor.is_floating_point() else tensor.dtype
+            tensor.data = tensor.data.to(device=first.device, dtype=dtype)
+        if name in theirs:
+            tensor.requires_grad_(theirs[name].requires_grad)
+    layer.training = source.training
+
+
+def cuttable(node: Node, layer: nn.Module) -> nn.Module:
+    """A layer that knows how to compute some of its rows only, which one put in its place from outside may not."""
+    if node.function != "module" and not hasattr(layer, "rows"):
+        raise NestlingError(
+            f"{node.name} has been replaced by a {type(layer).__name__}, which cannot be run stage by stage. Put back a nested "
+            "layer (such as NestedBatchNorm2d) with its weights before asking for stages."
+        )
+    return layer
+
+
+def masked_layer(name: str, layer: Any) -> Any:
+    """A convolution or linear layer of ours: one put in its place from outside would let early channels read later ones."""
+    if not hasattr(layer, "mask"):
+        raise NestlingError(
+            f"{name} has been replaced by a {type(layer).__name__}, which knows no births: early stages would depend on later "
+            "ones. Change the module before it is nested, or load weights into the nested layer."
+        )
+    return layer
 
 
 def make_cut(plan: Plan, step: Step) -> Cut:

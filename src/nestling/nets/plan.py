@@ -393,5 +393,7 @@ def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ..
     place = {channel: i for i, channel in enumerate(kept[read])}
     births = tuple(plan.by_name[read].births[c] for c in wanted)
     name = f"{node.name}.take_{read.replace('.', '_')}"
+    while name in plan.by_name or any(name == other.name for other in nodes):
+        name += "_"
     nodes.append(Node(name, "select", (read,), births, plan.by_name[read].size, source=tuple(place[c] for c in wanted)))
     return name

@@ -66,7 +66,7 @@ def basic_block(draft: Draft, growth: Growth, at: str, x: str, width: int, strid
 def shortcut(draft: Draft, growth: Growth, at: str, x: str, width: int, stride: int) -> str:
     """The identity, made smaller by average pooling and wider by zero channels inside each stripe."""
     if stride == 2:
-        x = draft.halve(x)
+        x = draft.halve(x, up=True)  # as a convolution of stride 2 rounds
     births = growth.channel_births(width, what=at)
     return draft.widen(f"{at}.widen", x, births, growth.stripe_of(len(draft.births(x))), growth.stripe_of(width))
 
