@@ -1,6 +1,7 @@
 """Greedy training moves the entries of its stage and nothing else; priorities follow deadlines."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.gradients.combiners.greedy import Greedy, stage_of
 from nestling.gradients.combiners.priority import from_deadlines
-from nestling.nets import build
-from nestling.recipes.recipe import NetworkRecipe
+from nestling.nets import NestedNet, build
+from nestling.recipes import named
+from nestling.recipes.recipe import NetworkRecipe, override
+from nestling.train import train
+from nestling.train.step import Step
 
 
 class Normed(Sliced):
@@ -160,6 +164,48 @@ def test_wrong_use_of_greedy_is_refused_in_words() -> None:
     with pytest.raises(NestlingError, match="expected 0 to 2"):
         greedy.set_epoch(3)
     assert stage_of(5, 2, 3) == (3, 1)
+
+
+# From recipes.
+
+
+@pytest.mark.parametrize("kind", ["width", "even", "depth", "alternate", "together", "cascade"])
+def test_a_recipes_earlier_stages_stay_bit_for_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits recipes as they are: once a stage's epochs are over, its weights and statistics never move again."""
+    nets: list[NestedNet] = []
+    states: list[dict[str, Tensor]] = []  # as every epoch begins, and at the end
+    begin = Step.begin
+
+    def noting(self: Step, epoch: int) -> None:
+        begin(self, epoch)
+        nets.append(self.net)
+        states[epoch:] = [{key: value.clone() for key, value in self.net.state_dict().items()}]
+
+    monkeypatch.setattr(Step, "begin", noting)
+    recipe = override(named(f"digits-{kind}"), ["strategy.name=greedy", "train.epochs=1"])
+    assert recipe.train.diagnostics, "as in the recipe"
+    train(recipe, str(tmp_path / "run"), quiet=True)
+    net = nets[-1]
+    stages = len(net.plan.heads)
+    states.append(net.state_dict())
+    assert len(states) == stages + 1
+    for stage in range(1, stages + 1):
+        trained = born(net, stage)
+        for name in (each for each, mask in list(trained.items()) if mask.dim() == 1 and each.endswith("weight")):
+            for statistic in ("running_mean", "running_var"):
+                key = name.replace("weight", statistic)
+                trained |= {key: trained[name]} if key in states[0] else {}
+        assert any("running_mean" in name for name in trained)
+        for name, mask in trained.items():
+            after = states[stage][name][mask]
+            assert all(torch.equal(after, later[name][mask]) for later in states[stage:]), (
+                f"{name} of stage {stage} moved"
+            )
+        assert all(
+            not torch.equal(states[stage - 1][name][mask], states[stage][name][mask])
+            for name, mask in trained.items()
+            if mask.any() and "weight" in name
+        ), f"stage {stage} did not train"
 
 
 # Priorities.

@@ -109,6 +109,35 @@ def test_a_step_fills_in_the_gradient_that_the_recipe_describes(
     assert float((found - expected).norm() / expected.norm()) < 1e-6  # losses are taken in float32
 
 
+@pytest.mark.parametrize("own_subnets", [False, True])
+@pytest.mark.parametrize("constant, literal", [(0.5, False), (0.2, False), (0.01, True)])
+@pytest.mark.parametrize("strategy", ["normsgd", "osgd-norm"])
+def test_normalised_gradients_have_the_norm_that_the_recipe_says(
+    strategy: str, constant: float, literal: bool, own_subnets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C times sqrt(d_s), as the paper writes it, or that in parts of the largest task's; C is 1/2 where nothing is said."""
+    said = [] if constant == 0.5 else [f"strategy.constant={constant}", f"strategy.literal={literal}"]
+    chosen = recipe(strategy, *said)
+    net, (x, y) = build(chosen.network).double().train(), batch()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    parameters, owners = list(net.parameters()), net.owners()
+    bits = torch.cat([owners[name].expand_as(p).flatten() for name, p in net.named_parameters()])
+    owned = torch.stack([bits >> task & 1 for task in range(3)]).double()
+    norms = constant * owned.sum(1).sqrt() / (1 if literal else owned.sum(1).max().sqrt())
+    rows = []
+    for loss, norm in zip(plain_losses(net, x, y, chosen.train), norms, strict=True):
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        masked = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)]
+        row = torch.cat([g.flatten() for g in masked])
+        rows.append(row * norm / row.norm())
+    osgd = StrategyRecipe("osgd")
+    expected = sum(rows) / owned.sum(0).clamp_min(1) if strategy == "normsgd" else plain_update(rows, osgd)
+    monkeypatch.setattr("nestling.train.step.worth_own_subnets", lambda _: own_subnets)
+    Step(net, torch.optim.SGD(parameters, lr=0.1), chosen).gradients(x.contiguous(memory_format=torch.channels_last), y)
+    found = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+    assert float((found - expected).norm() / torch.as_tensor(expected).norm()) < 1e-6
+
+
 # --- orders that change ----------------------------------------------------------------------------------------------
 
 

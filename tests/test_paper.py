@@ -30,7 +30,7 @@ from nestling.paper.results import (
 )
 from nestling.paper.tables import gap_table, missing, network_table
 from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import NetworkRecipe, override
+from nestling.recipes.recipe import NetworkRecipe, StrategyRecipe, override
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.runs.folder import RunDir
@@ -169,6 +169,23 @@ def test_a_row_says_what_was_changed() -> None:
     alone = override(base, ["network.alone=2", "strategy.name=sgd", "strategy.scope=block"])
     assert (strategy_name(alone), changes(alone)) == ("alone", "")
     assert run_name(alone) == "width-digits-alone2-seed0"
+
+
+def test_independent_nets_by_normalised_gradients_have_a_name_of_their_own() -> None:
+    """With one task, osgd and sgd are one training, normsgd and osgd-norm another; C makes a third."""
+    names = {}
+    for strategy in ("sgd", "osgd", "greedy", "normsgd", "osgd-norm"):
+        alone = override(named("cifar10-depth"), ["network.alone=4", f"strategy.name={strategy}"])
+        names[strategy] = run_name(alone)
+    plain_name, norm_name = "depth-sparse98-alone4-seed0", "depth-sparse98-alone-norm4-seed0"
+    assert names == dict.fromkeys(("sgd", "osgd", "greedy"), plain_name) | dict.fromkeys(
+        ("normsgd", "osgd-norm"), norm_name
+    )
+    changed = override(named("cifar10-depth"), ["network.alone=4", "strategy.name=normsgd", "strategy.constant=2"])
+    assert (strategy_name(changed), changes(changed)) == ("alone-norm", "strategy.constant=2")
+    chosen = dict(cells("table1", ("depth-sparse98",), ("alone-norm",), 1, ("strategy.constant=2",)))
+    assert list(chosen)[-1] == run_name(changed) == "depth-sparse98-alone-norm4-constant-2-seed0"
+    assert chosen[run_name(changed)].strategy == StrategyRecipe("normsgd", constant=2.0)
 
 
 @pytest.mark.parametrize("name", RECIPES)

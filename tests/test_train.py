@@ -184,6 +184,7 @@ def test_a_run_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "older")
     recipe = run.read_json("recipe.json")
     assert recipe["train"].pop("decay_norms") is True
+    assert recipe["strategy"].pop("constant") == 0.5 and recipe["strategy"].pop("literal") is False
     run.write_json("recipe.json", recipe)
     tensors, meta = run.load_checkpoint()
     run.save_checkpoint(tensors, {**meta, "recipe": recipe})
@@ -272,6 +273,26 @@ def test_learning_rates_by_hand() -> None:
     )
     cosine = TrainRecipe(epochs=10, lr=0.2, schedule="cosine", warmup=2)
     assert [learning_rate(cosine, step, 5) for step in (0, 9, 10, 30)] == pytest.approx([0.02, 0.2, 0.2, 0.1])
+
+
+PAPERS = {  # epochs, batch, weight decay (ours on CIFAR-10: the paper gives none), first epoch -> rate from there on
+    "cifar10": (200, 128, 5e-4, {0: 0.1, 60: 0.02, 120: 0.004, 160: 0.0008}),
+    "imagenet": (90, 256, 1e-4, {0: 0.1, 30: 0.01, 60: 0.001, 80: 0.0001}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.partition("-")[0] in PAPERS])
+def test_the_papers_recipes_have_its_schedule(name: str) -> None:
+    epochs, batch, decay, rates = PAPERS[name.partition("-")[0]]
+    made = RECIPES[name]().train
+    assert (made.epochs, made.batch, made.weight_decay) == (epochs, batch, decay)
+    assert (made.momentum, made.nesterov, made.warmup, made.schedule) == (0.9, True, 0, "step")
+    expected, rate = [], 0.0
+    for epoch in range(epochs):
+        rate = rates.get(epoch, rate)
+        expected.append(rate)
+    assert [learning_rate(made, 7 * epoch, 7) for epoch in range(epochs)] == pytest.approx(expected)
+    assert [learning_rate(made, 7 * epoch + 6, 7) for epoch in range(epochs)] == pytest.approx(expected)
 
 
 def test_the_log_and_the_folder_say_what_was_done(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +255,61 @@ def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eag
         train(override(recipe, ["train.engine=graph"]), str(tmp_path / "asked"), quiet=True)
 
 
+class Replayed:
+    """A CUDA graph without CUDA: replaying does what was captured, which is wrong once the step has another form."""
+
+    form: int
+    driver: engine.Graph
+
+    def replay(self) -> None:
+        assert self.form == self.driver.step.form, "a graph of another stage is replayed"
+        self.driver._batch()
+
+
+class GraphOnCPU(engine.Graph):
+    captures = 0
+
+    def _capture(self) -> Any:
+        graph: Any = super()._capture()
+        graph.driver, graph.form = self, self.step.form
+        GraphOnCPU.captures += 1
+        return graph
+
+
+@pytest.mark.parametrize("network", ["width", "depth"])
+def test_greedy_is_captured_anew_for_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: str) -> None:
+    """Everything of the graph engine but CUDA itself; runs stopped within and between stages go on as one never stopped."""
+
+    def rate_as_tensor(*given: Any) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(*given)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return optimizer
+
+    monkeypatch.setattr("nestling.train.loop.make_optimizer", rate_as_tensor)
+    settings = ("strategy.name=greedy", "train.epochs=2", "train.average=0.9")
+    recipe = digits(*settings, name=f"digits-{network}")
+    train(recipe, str(tmp_path / "eager"), quiet=True)
+    queue = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: queue)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: queue)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(engine, "Graph", GraphOnCPU)
+    monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
+    GraphOnCPU.captures = 0
+    train(recipe, str(tmp_path / "graph"), quiet=True)
+    assert GraphOnCPU.captures == 3
+    while not RunDir(tmp_path / "parts").has("results.json"):  # stops after every epoch
+        train(recipe, str(tmp_path / "parts"), resume=(tmp_path / "parts").exists(), quiet=True, seconds=0)
+    eager = weights(tmp_path / "eager")
+    for name in ("graph", "parts"):
+        found = weights(tmp_path / name)
+        assert all(torch.equal(eager[key], found[key]) for key in eager)
+
+
 def test_kernels_are_cached_where_the_user_says_or_at_home(tmp_path: Path) -> None:
     code = "import os; from nestling.train.capabilities import cache_kernels as cache; print(cache())"
     code += "; print(os.environ['TRITON_CACHE_DIR'])"
@@ -453,7 +509,14 @@ def test_pupils_beside_their_teacher_learn_what_they_learn_after_it() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "setting", ["strategy.name=osgd", "strategy.name=pcgrad", "train.distill=0.5", "train.decay_norms=false"]
+    "setting",
+    [
+        "strategy.name=osgd",
+        "strategy.name=pcgrad",
+        "strategy.name=greedy",
+        "train.distill=0.5",
+        "train.decay_norms=false",
+    ],
 )
 def test_graph_and_eager_runs_agree(tmp_path: Path, setting: str) -> None:
     """With pcgrad also in chance: a graph finds its step's order on the device, the one that is drawn eagerly."""

@@ -41,7 +41,8 @@ def command(
         part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); figures
             draws all tables and figures, profile measures the latency of every network that has a finished run.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
-        strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, greedy); may be repeated; by default all.
+        strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
+            all but alone-norm, which is independent nets with normalised gradients.
         scope: osgd with these scopes (all, shared, block, tensor); may be repeated.
         order: osgd with these priority orders, such as 3,1,2; may be repeated.
         seeds: runs of each cell.

@@ -14,7 +14,7 @@ from nestling.nets import plan
 from nestling.paper import pictures
 from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.paper.pictures import VIEWS
-from nestling.paper.results import ALONE, SAME_RUN, Row, collect, compare, less, merged, read_results
+from nestling.paper.results import ALONE, INDEPENDENT, SAME_RUN, Row, collect, compare, less, merged, read_results
 from nestling.paper.studies import read_studies, store_studies, view_rows
 from nestling.paper.tables import LEGEND, label, missing, tables
 from nestling.recipes.recipe import NetworkRecipe, show
@@ -70,7 +70,7 @@ def runs_behind(rows: Sequence[Row]) -> int:
     """How many runs these rows come from; an independent net has one row."""
     own = [row for row in rows if row["changes"] is not None]
     keys = [key for key in SAME_RUN if key != "stage"]
-    return len({(*(row[key] for key in keys), row["strategy"] == ALONE and row["stage"]) for row in own})
+    return len({(*(row[key] for key in keys), row["strategy"] in INDEPENDENT and row["stage"]) for row in own})
 
 
 def lent(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:

@@ -16,7 +16,7 @@ import torch
 
 from nestling.errors import NestlingError, nearest
 from nestling.nets import plan
-from nestling.paper.results import ALONE, changes, strategy_name
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, changes, strategy_name
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
@@ -38,6 +38,7 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
 }
 # alone: the independent net of every size. Greedy last: it takes an epoch per stage for every epoch of the others.
 STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", ALONE, "greedy")
+CHOICES = (*STRATEGIES, ALONE_NORM)  # by name only: the paper has it for one network
 PRIORITISED = ("osgd", "osgd-norm")  # the strategies that have a scope and an order
 SCOPES: tuple[str, ...] = get_args(hints(Strategy)["scope"])
 # Studies of one network: its strategies. The paper does not say which network its priority figure shows.
@@ -61,7 +62,7 @@ def cells(
         raise NestlingError(f"unknown table {part!r}; did you mean {near}? (nestling paper --help lists all)")
     known = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
     default = (STUDIED,) if part in STUDIES else tuple(known)
-    for names, valid, what in ((strategies, STRATEGIES, "strategy"), (scopes, SCOPES, "scope")):
+    for names, valid, what in ((strategies, CHOICES, "strategy"), (scopes, SCOPES, "scope")):
         for name in names:
             if name not in valid:
                 raise NestlingError(f"unknown {what} {name!r}; did you mean {nearest(name, valid)}?")
@@ -100,11 +101,12 @@ def read_order(text: str, stages: int) -> tuple[int, ...]:
 def variants(
     base: Recipe, strategy: str, stages: int, scopes: Sequence[str], orders: Sequence[tuple[int, ...]]
 ) -> Iterator[Recipe]:
-    """One run; for "alone" one for every stage's size, for osgd one for every scope and order that was asked for."""
-    if strategy == ALONE:
+    """One run; for independent nets one for every stage's size, for osgd one for every scope and order that was asked for."""
+    if strategy in INDEPENDENT:
+        norm = Strategy("normsgd", constant=base.strategy.constant, literal=base.strategy.literal)
         for stage in range(1, stages + 1):
             network = replace(base.network, alone=stage)
-            yield replace(base, network=network, strategy=Strategy("sgd"))
+            yield replace(base, network=network, strategy=norm if strategy == ALONE_NORM else Strategy("sgd"))
         return
     kind: Any = strategy
     if strategy not in PRIORITISED:

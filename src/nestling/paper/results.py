@@ -19,22 +19,28 @@ from nestling.errors import NestlingError
 from nestling.files import write_atomically
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import Recipe, flat, override, show
-from nestling.report.families import CHANCE
+from nestling.report.families import CHANCE, NORMALISED
 from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 
 Row = dict[str, Any]
 ALONE = "alone"  # the column of independent nets: one net per size, trained by itself
+ALONE_NORM = "alone-norm"  # the same by normsgd, as the paper has it for the largest Sparse ResNet-98
+INDEPENDENT = (ALONE, ALONE_NORM)
 WHOLE = ("seed", "stage", "macs", "params", "epochs", "batch", "n")
 DECIMAL = ("error", "top5", "loss", "ece", "weight_decay")
 NEEDED = {"network", "strategy", "seed", "stage", "size", "error", "macs", "epochs"}  # of a file of such rows
+NORM_FIELDS = {"strategy.constant", "strategy.literal"}
 SAME_RUN = ("network", "strategy", "changes", "epochs", "seed", "stage", "device", "commit")
 
 SAME_SEED = ("network", "strategy", "changes", "epochs", "stage", "size", "data", "seed")
 
 
 def strategy_name(recipe: Recipe) -> str:
-    """The column a run belongs to: its strategy, or "alone" for an independent net."""
-    return ALONE if recipe.network.alone else recipe.strategy.name
+    """The column a run belongs to: its strategy, or that of independent nets. With one task there is nothing to combine:
+    only normalised gradients make another training."""
+    if not recipe.network.alone:
+        return recipe.strategy.name
+    return ALONE_NORM if recipe.strategy.name in NORMALISED else ALONE
 
 
 def changes(recipe: Recipe) -> str:
@@ -46,7 +52,8 @@ def changes(recipe: Recipe) -> str:
     mine, theirs = flat(recipe), flat(base)
     skip = CHANCE | {"strategy.name", "network.alone"}
     if recipe.network.alone:  # with one task there is nothing to combine
-        skip |= {key for key in mine if key.startswith("strategy.")}
+        matters = NORM_FIELDS if recipe.strategy.name in NORMALISED else set()
+        skip |= {key for key in mine if key.startswith("strategy.")} - matters
     return " ".join(f"{key}={plain(mine[key])}" for key in mine if key not in skip and mine[key] != theirs[key])
 
 

@@ -10,7 +10,7 @@ from math import isnan
 import rich.table
 
 from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes_of
-from nestling.paper.results import ALONE, Row, paper_number
+from nestling.paper.results import ALONE, INDEPENDENT, Row, paper_number
 from nestling.report.content import Cell, Table
 
 ORDER = (
@@ -20,7 +20,7 @@ ORDER = (
     "osgd",
     "normsgd",
     "osgd-norm",
-    ALONE,
+    *INDEPENDENT,
 )  # the paper's columns, and ours between them
 MARKS = {True: "▼", False: "▲"}  # ours is lower (better), higher (worse), beyond two standard deviations
 LEGEND = (
@@ -44,7 +44,7 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error") ->
     stages = sizes_of(network)
     known = {name for name, _ in found}
     for name in ORDER:  # what the paper has and we do not
-        if name not in known and name != ALONE and paper_number(network, name, 1, measure):
+        if name not in known and name not in INDEPENDENT and paper_number(network, name, 1, measure):
             found[name, 0] = {}
     lines = []
     for (name, epochs), cells in sorted(found.items(), key=lambda each: rank(each[0][0])):
@@ -78,7 +78,7 @@ def gap_table(network: str, means: Iterable[Row]) -> Table | None:
     alone = {row["stage"]: row["error"] for row in means if label(row) == ALONE}
     lines: dict[str, dict[int, float]] = {}
     for row in means:
-        if row["strategy"] != ALONE and row["stage"] in alone:
+        if row["strategy"] not in INDEPENDENT and row["stage"] in alone:
             lines.setdefault(label(row), {})[row["stage"]] = row["error"] - alone[row["stage"]]
     if not lines:
         return None

@@ -82,6 +82,8 @@ class StrategyRecipe(Section):
     scope: Literal["all", "shared", "block", "tensor"] = "all"  # which parameters one projection sees
     importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
     refresh: Positive = 1  # recompute the combination's weights every k steps, and as an epoch begins
+    constant: AboveZero = 0.5  # normsgd and osgd-norm: the paper's C, the norm that the largest task's gradient gets
+    literal: bool = False  # the paper's own sqrt(d_s) * C, about a hundred times as large: lower the constant with it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,7 +207,11 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
-LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
+LATER = {
+    "decay_norms",
+    "constant",
+    "literal",
+}  # fields that recipes written before them lack; their defaults are what was done then
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:

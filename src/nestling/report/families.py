@@ -16,6 +16,7 @@ from nestling.report.runs import Run
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"
 INDEPENDENT = "independent nets"
 STRATEGIES = ("osgd", "osgd-norm", "sgd", "sgd-sum", "normsgd", "pcgrad", "greedy")
+NORMALISED = ("normsgd", "osgd-norm")  # those that rescale gradients, which shows in an independent net, too
 BASELINES = {"width": "even", "depth": "cascade", "alternate": "cascade", "together": "cascade"}  # as in the paper
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
@@ -155,8 +156,9 @@ def settings(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     if run.alone:
         # With one task there is nothing to combine: only the strategies that rescale gradients differ from sgd.
-        rescales = recipe.strategy.name in ("normsgd", "osgd-norm")
-        strategy = StrategyRecipe("normsgd" if rescales else "sgd")
+        strategy = StrategyRecipe("sgd")
+        if recipe.strategy.name in NORMALISED:
+            strategy = StrategyRecipe("normsgd", constant=recipe.strategy.constant, literal=recipe.strategy.literal)
         recipe = dataclasses.replace(
             recipe, strategy=strategy, network=dataclasses.replace(recipe.network, alone=1, ensemble=False)
         )

@@ -2,8 +2,8 @@
 
 `Eager` calls it batch by batch, on any device, from any split. `Graph` captures one whole step on CUDA (fetching and
 augmenting the batch, forward, backward, combining, update) and replays it on a stream of its own: no Python, no waiting
-between steps nor between epochs. Both leave an epoch's losses in a tensor on the device; what is to be done between two
-epochs belongs in their `lane`. Engines know neither files nor schedules; rates come in as numbers.
+between steps nor between epochs. A step that has changed its form is captured anew. Both leave an epoch's losses in a
+tensor on the device; what is to be done between two epochs belongs in their `lane`. Rates come in as numbers.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,9 @@ class Graph:
         self.losses = torch.zeros(self.steps, stages, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.stream = torch.cuda.Stream(device, priority=PREFERRED)
-        self.graph = self._capture(startup or Startup())
+        self.startup = startup or Startup()
+        self.form = step.form
+        self.graph: torch.cuda.CUDAGraph | None = self._capture()
 
     def _batch(self) -> Tensor:
         """The step that is captured: everything it needs is found through the counter, on the device."""
@@ -81,7 +83,7 @@ class Graph:
         self.counter += 1
         return losses
 
-    def _capture(self, startup: Startup) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         """Warm up (kernels are compiled and chosen), put everything back, capture; put it back also where that fails."""
         torch.backends.cudnn.benchmark = True  # shapes never change: let cuDNN try its kernels once
         before = snapshot(self.step)
@@ -90,14 +92,14 @@ class Graph:
         with torch.cuda.stream(self.stream):
             try:
                 for name in ("kernels", "warm up", "warm up"):
-                    with startup.step(name):
+                    with self.startup.step(name):
                         self.counter.zero_()
                         self._batch()
                         self.stream.synchronize()
                 restore(self.step, before)
                 self.counter.zero_()
                 self.stream.synchronize()
-                with startup.step("capture"), torch.cuda.graph(graph, stream=self.stream):
+                with self.startup.step("capture"), torch.cuda.graph(graph, stream=self.stream):
                     self._batch()
             finally:
                 restore(self.step, before)
@@ -110,6 +112,11 @@ class Graph:
 
         The epoch before may still be running: random numbers and rates come from pinned memory, in the lane, too.
         """
+        if self.step.form != self.form:  # greedy training goes on to its next stage: another step, another graph
+            self.stream.synchronize()
+            self.graph = None  # its memory goes first
+            self.graph, self.form = self._capture(), self.step.form
+        assert self.graph is not None
         drawn = draws(len(self.split), generator, self.split.pad, self.split.flip)
         n = self.steps * self.batch
         with self.lane():
@@ -182,7 +189,6 @@ def kind(recipe: Recipe, device: torch.device, split: Split) -> str:
         "this run is on the CPU": device.type != "cuda",
         "images are streamed, not in memory": not isinstance(split, MemorySplit),
         "several processes train together": group_of(True) is not None,
-        "greedy training changes what a step does": recipe.strategy.name == "greedy",
         "strategy.refresh makes steps differ": recipe.strategy.refresh > 1,
     }
     against = [reason for reason, holds in reasons.items() if holds]

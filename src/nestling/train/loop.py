@@ -92,6 +92,8 @@ class Training:
         train = self.recipe.train
         while True:
             try:
+                if self.step.greedy is not None:  # the stage it is at decides what there is to capture
+                    self.step.begin(self.done)
                 return engine.start(self.engine, self.step, self.data.train, train.batch, self.startup)
             except Exception as error:
                 last = self.engine == "eager" or (not self.compiled and train.engine == "graph")
@@ -102,6 +104,7 @@ class Training:
                 )
                 say_once(f"the training step could not be {what} ({first_line(error)}); going on {way}, slower.")
                 average = self.step.average
+                self.step.close()
                 self.engine = "graph" if self.compiled else "eager"
                 self.step = self.make_step(compiled=False)
                 self.step.average = average
@@ -117,6 +120,8 @@ class Training:
 
     def _epochs(self) -> Iterator[tuple[int, int]]:
         train = self.recipe.train
+        if self.finished:
+            return
         driver = self.start()
         self.stop.waits = True  # from here on there are epochs to lose
         self.steps = driver.steps

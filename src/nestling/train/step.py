@@ -50,12 +50,13 @@ def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1, seed: 
     if strategy.name == "sgd":
         return SGD(importance)
     if strategy.name == "normsgd":
-        return NormSGD(importance)
+        return NormSGD(importance, strategy.constant, strategy.literal)
     if strategy.name == "pcgrad":
         return PCGrad(strategy.scope, importance, seed=seed)
-    if strategy.name in ("osgd", "osgd-norm"):
-        kind = OSGD if strategy.name == "osgd" else NormOSGD
-        return kind(order, strategy.scope, importance)
+    if strategy.name == "osgd":
+        return OSGD(order, strategy.scope, importance)
+    if strategy.name == "osgd-norm":
+        return NormOSGD(order, strategy.scope, importance, strategy.constant, strategy.literal)
     return SumSGD(importance)
 
 
@@ -74,12 +75,18 @@ class Step:
         self.parameters = list(net.parameters())
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
-        self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if compiled else net
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
+        fast = (
+            compiled and self.greedy is None
+        )  # what greedy training freezes, our kernels and torch.compile do not see
+        self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if fast else net
         stages, seed = len(net.plan.heads), recipe.train.seed
         self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
         needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
         self.tasks: Tasks | None = None
+        self.rows: Accumulator[Report] | None = None
+        if self.greedy is not None:  # which trains one task at a time, by an accumulator of its own
+            return
         if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
             self.tasks = Tasks(net, combine, recipe.train, compiled)
         else:
@@ -93,8 +100,18 @@ class Step:
         self.combine.set_epoch(epoch)
         if self.greedy is not None:
             self.greedy.set_epoch(epoch)
-        if self.tasks is None:
+        if self.rows is not None:
             self.rows.renew()  # else a resumed run would go on with other weights than one never stopped
+
+    @property
+    def form(self) -> int:
+        """Steps of one form do the same to every batch; greedy training has one for every stage."""
+        return 0 if self.greedy is None else self.greedy.stage
+
+    def close(self) -> None:
+        """Let go of the network and the optimizer, so that another step can take them."""
+        if self.greedy is not None:
+            self.greedy.close()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self.train.channels_last:
@@ -116,7 +133,9 @@ class Step:
                 return losses
             logits = self.forward(x)
         losses_now = stage_losses(logits, y, self.train)
-        self.report = (self.greedy or self.rows).backward(losses_now)
+        source = self.greedy or self.rows
+        assert source is not None
+        self.report = source.backward(losses_now)
         return torch.stack([loss.detach() for loss in losses_now])
 
 

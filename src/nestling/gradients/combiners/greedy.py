@@ -72,13 +72,13 @@ class Greedy:
         """Train this stage (from 1) from here on; everything outside it stays as it is now."""
         self._thaw()
         self.stage = stage
-        if anew:
-            self.optimizer.state.clear()
         task, earlier = 1 << (stage - 1), (1 << (stage - 1)) - 1
         trains = {name: (mask & task != 0) & (mask & earlier == 0) for name, mask in self.owners.items()}
         named = [(name, p) for name, p in self.net.named_parameters() if bool(trains[name].any())]
         if not named:
             raise NestlingError(f"stage {stage} owns nothing that no earlier stage owns: nothing is left to train")
+        if anew:  # only here: the questions above have waited for the device, which may have been using it
+            self.optimizer.state.clear()
         for p in self.net.parameters():
             p.grad = None  # an optimizer leaves what has no gradient alone
         self.kept = [(p, trains[n], p.detach().clone()) for n, p in named if not bool(trains[n].all())]
