@@ -3,17 +3,22 @@
 Times come from an engine whose stages last as long as they are told; what is computed is checked on real networks.
 """
 
+import copy
 import ctypes
 import gc
 import math
 import os
+import pickle
 import re
+import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +36,7 @@ from nestling.runtime.answer import softmax
 from nestling.runtime.engine import Floats
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.pace import Margin
+from nestling.runtime.spec import from_dict
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -102,7 +108,8 @@ def test_the_best_stage_done_by_the_deadline_and_on_time(deadline: float | None,
         answer = runtime.answer(image(), deadline)
         assert (answer.stage, answer.final) == (stage, stage == 3)
         assert answer.elapsed <= min(deadline or 5.0, 0.6) + SLACK
-        assert answer.name == "abcde"[stage or 2] and answer.label == (stage or 2)
+        assert answer.label == (stage or 2) and answer.name == ("abcde"[stage] if stage else "")
+        assert bool(answer) == (stage > 0)
         assert answer.size == ("" if stage == 0 else f"s{stage}")
         np.testing.assert_allclose(answer.probabilities.sum(), 1, rtol=1e-6)
 
@@ -155,7 +162,7 @@ def test_an_answer_is_shown_in_short() -> None:
     with runtime:
         shown = repr(runtime.answer(image(), 0.0))
     assert re.fullmatch(
-        r"Answer\(label=2, name='c', confidence=0\.400, stage=0, size='', elapsed=\d\.\d{6}, final=False\)", shown
+        r"Answer\(label=2, name='', confidence=0\.400, stage=0, size='', elapsed=\d\.\d{6}, final=False\)", shown
     )
 
 
@@ -448,7 +455,7 @@ def test_sure_enough_answers_are_final_and_save_the_work() -> None:
         assert [a.stage for a in runtime.answers(image(20.0), confident=[0.9, 0.9])] == [1]
         assert runtime.answer(image(20.0), confident=0.9).stage == 1  # one number is for all stages
         for wrong in ("0.9", object(), math.nan, [0.9, None]):
-            with pytest.raises(NestlingError, match="probability for all stages"):
+            with pytest.raises(NestlingError, match="a probability from 0 to 1 for all stages"):
                 runtime.answer(image(), confident=wrong)  # type: ignore[arg-type]
         with pytest.raises(NestlingError, match="one number per stage"):
             runtime.answer(x, confident=[0.9])
@@ -811,6 +818,133 @@ def test_deadlines_are_kept_on_a_gpu() -> None:
         assert runtime.answer(x, 0).stage == 0
 
 
+# --- logits that are no numbers, answers on their way, forks ------------------------------------------------------
+
+
+class Spoilt(Timed):
+    """From one stage on, some images have logits that are no numbers."""
+
+    value, since = math.nan, 2
+
+    def step(self, stage: int, state: tuple[int, Floats], stop: Stop) -> tuple[Floats, tuple[int, Floats]]:
+        logits, after = super().step(stage, state, stop)
+        if stage >= self.since:
+            logits[state[1][:, 0, 0, 0] > 0, 1] = self.value
+        return logits, after
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("since", [1, 2])
+def test_logits_that_are_not_numbers_are_no_answer(value: float, since: int) -> None:
+    engine = Spoilt([0.0, 0.0])
+    engine.value, engine.since = value, since
+    with Anytime(engine, Spec("spoilt", SHAPE, tuple("abcde"), ("s1", "s2"))) as runtime:
+        with pytest.raises(NestlingError, match=f"stage {since} of spoilt failed: its logits are not numbers"):
+            runtime.answer(image(1.0), confident=0.5 if since == 1 else None)
+        assert runtime.answer(image(0.0)).final
+        with pytest.raises(NestlingError, match="not numbers"):
+            runtime.answer(np.stack([image(0.0), image(1.0)]))
+
+
+def test_a_class_that_is_ruled_out_is_no_fault() -> None:
+    engine = Spoilt([0.0, 0.0])
+    engine.value = -math.inf
+    with Anytime(engine, Spec("spoilt", SHAPE, tuple("abcde"), ("s1", "s2"))) as runtime:
+        assert runtime.answer(image(1.0)).probabilities[1] == 0
+
+
+def test_answers_can_be_copied_and_pickled() -> None:
+    runtime, _ = timed(0.0, 0.0)
+    with runtime:
+        for answer in (runtime.answer(image(), 0), next(runtime.answers(image())), runtime.answer(image(1.0))):
+            for same in (copy.copy(answer), copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))):  # noqa: S301
+                assert repr(same) == repr(answer) and same is not answer
+                np.testing.assert_array_equal(same.probabilities, answer.probabilities)
+                assert same.probabilities is not answer.probabilities
+            assert copy.deepcopy(answer).refine().final
+            far = pickle.loads(pickle.dumps(answer))  # noqa: S301
+            if answer.final:
+                assert far.refine() is far
+            else:
+                with pytest.raises(NestlingError, match="another process"):
+                    far.refine()
+
+
+def test_a_forked_runtime_refuses_in_words_and_ends() -> None:
+    """Its thread has stayed behind: answers would all be the prior, and without a deadline they would never come."""
+    runtime, _ = timed(0.0, 0.0)
+    with runtime:
+        known, pending = runtime.answer(image(), 0), runtime.submit(image(), 10.0)
+        for ask in (
+            lambda: runtime.answer(image()),
+            lambda: runtime.answer(image(), 0.001),
+            lambda: known.refine(),
+            lambda: runtime.timeline(image()),
+            lambda: list(runtime.answers(image())),
+        ):
+            assert in_a_fork(ask).startswith("NestlingError: this runtime was made by process")
+        assert in_a_fork(runtime.close) == "none"
+        with runtime.worker.lock:  # as the thread may have held it
+            assert in_a_fork(runtime.close) == "none"
+        assert runtime.answer(image()).final and pending.result().final
+
+
+def in_a_fork(ask: Callable[[], Any]) -> str:
+    """What a function raises in a forked process; killed if it hangs."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            ask()
+            said = "none"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"classes": tuple("012345678")}, "class names: 9, but the network .* has 10"),
+        ({"shape": (3, 8, 8)}, r"images of \(3, 8, 8\), but"),
+        ({"sizes": ("w1",)}, "stages: 1, but"),
+    ],
+)
+def test_a_spec_that_is_not_the_networks_is_refused(change: dict[str, Any], complaint: str) -> None:
+    net = trained_a_little("width-digits")
+    spec = replace(Spec("digits", (1, 8, 8), tuple("0123456789"), net.sizes), **change)
+    with pytest.raises(NestlingError, match=complaint):
+        Runtime(net, device="cpu", spec=spec)
+
+
+GOOD = {"name": "net", "shape": [1, 8, 8], "classes": ["a", "b"], "sizes": ["s"], "mean": [0.5], "std": [0.2]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({key: [value]} for key in ("mean", "std", "errors") for value in (math.nan, math.inf, -math.inf)),
+        *({"std": [value]} for value in (0.0, -1.0, 1e-40, 1e-320)),
+        {"mean": [1e300]}, {"prior": [math.nan, math.nan]}, {"prior": [math.nan, 1.0]}, {"prior": [2.0, -1.0]},
+        {"errors": [1.5]}, {"errors": [-0.1]}, {"std": [10**400]}, {"std": [[]]}, {"mean": []},
+        {"shape": [1, 100_000, 100_000]}, {"shape": [1, 10**30, 8]}, {"shape": [1, 8]}, {"shape": [1, 8, 0]},
+        {"shape": [1, 8, 8.5]}, {"shape": [True, 8, 8]}, {"shape": "188"}, {"classes": []}, {"sizes": []},
+        {"name": "a\0b"}, {"classes": ["a", "\0"]}, {"classes": ["a", 5]}, {"name": None}, {"sizes": 5},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_describes_no_network_is_refused(change: dict[str, Any]) -> None:
+    assert from_dict(GOOD).stages == 1
+    with pytest.raises(NestlingError):
+        from_dict({**GOOD, **change})
+
+
 # --- bad input ---------------------------------------------------------------------------------------------------
 
 
@@ -836,11 +970,39 @@ def test_bad_images_are_refused_with_what_to_do(x: Any, complaint: str) -> None:
         runtime.answer(x, 0.01)
 
 
-@pytest.mark.parametrize("deadline", [math.nan, "5ms", True, [0.1, 0.2], object()])
+@pytest.mark.parametrize(
+    "deadline", [math.nan, "5ms", True, [0.1, 0.2], object(), 10**400, -(10**400), [10**5000], b"1", b"\x01", ["1"], {1: 2}],
+    ids=lambda deadline: type(deadline).__name__,
+)
 def test_bad_deadlines_are_refused(deadline: Any) -> None:
     _, runtime = SHARED["onnx"]
     with pytest.raises(NestlingError, match="deadline"):
         runtime.answer(np.zeros((1, 8, 8), np.float32), deadline)
+
+
+@pytest.mark.parametrize("confident", [2, -0.1, math.nan, math.inf, True, "09", b"\x00\x01", [2.0] * 4, [0.5], 10**400])
+def test_what_is_no_probability_is_refused(confident: Any) -> None:
+    _, runtime = SHARED["onnx"]
+    with pytest.raises(NestlingError, match="confident="):
+        runtime.answer(np.zeros((1, 8, 8), np.float32), confident=confident)
+
+
+def test_a_stage_may_be_told_never_to_be_sure_enough() -> None:
+    runtime, _ = timed(0.0, 0.0, 0.0)
+    with runtime:
+        assert runtime.answer(image(), confident=[math.inf, 0.0]).stage == 2
+
+
+def test_a_deadline_that_may_have_meant_milliseconds_is_warned_of_once() -> None:
+    runtime, _ = timed(0.001, 0.001, pace=Pace([0.001, 0.001]))
+    with runtime:
+        with pytest.warns(UserWarning, match=r"deadline of 5 seconds .* 2 ms .* write 0.005 for 5 ms") as warned:
+            runtime.answer(image(), 5)
+        assert warned[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for deadline in (5, 0.19, None, math.inf, [0.1]):
+                runtime.answer(image()[None], deadline)
 
 
 def test_uint8_images_are_normalised_exactly_as_in_training() -> None:

@@ -1,8 +1,8 @@
-"""Writing files whole, and JSON that every reader accepts.
+"""Writing files whole, reading what is really a file, and JSON that every reader accepts.
 
 Comes in: bytes for a path, or a value. Goes out: a file that is complete or untouched, whatever happens
-meanwhile; JSON text. A full disk becomes a NestlingError that names the file. It does not know what
-the files are for.
+meanwhile; JSON text. A full disk becomes a NestlingError that names the file. What is read may come from
+anywhere: pipes, devices and JSON without end are refused. It does not know what the files are for.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,35 @@ def saying(path: Path, size: int, consequence: str) -> Iterator[None]:
             raise DiskFull(f"the disk is full: {need}; free some space and try again ({consequence})") from error
         problem = f"cannot write {path}: {error.strerror}; check the folder and its permissions"
         raise NestlingError(f"{problem} ({consequence})") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's contents, or an OSError. Only of a file: a pipe may never end, and a folder has none."""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "no file has a NUL in its name", str(path))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is a folder, pipe or device, expected a file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def from_text(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError where it is none, is nested too deeply, or has numbers that are none."""
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a number that can be held")
+    return value
 
 
 def to_text(value: Any, indent: int | None = 2) -> str:

@@ -4,7 +4,7 @@ A command is a module with two functions. `command(recipe: str, run: str = "", s
 also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default or
 before a `/` are positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
 `show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
-the command has failed; one that raises has {"error": ...} for --json. Progress goes to stderr. A module is imported
+the command has failed; whatever fails has an "error" for --json. Progress goes to stderr. A module is imported
 only when its command is called; this room knows nothing of what a command does.
 """
 
@@ -123,12 +123,13 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
         result = call()
     if not result:
         return 0  # one of several ranks that has nothing of its own to say
+    missing = result.get("incomplete")
     if as_json:
-        print(to_text(result), flush=True)
+        print(to_text({**result, "error": missing} if missing else result), flush=True)
     else:
         Console().print(module.show(result))
         sys.stdout.flush()
-    if missing := result.get("incomplete"):
+    if missing:
         tell(missing, as_json=False)  # the document that was printed says it, too
         return 1
     return 0

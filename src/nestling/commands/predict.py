@@ -1,8 +1,8 @@
 """`nestling predict`: what a run's network thinks of pictures, stage by stage, until a deadline.
 
 In: a run's folder, picture files or folders of them, a deadline. Out: for every picture the answer of each stage that was
-done, and the one that counts, or why it cannot be read. Pictures are turned upright (EXIF), cut to their middle square and
-scaled to the network's input.
+done, and the one that counts (none, if no stage was), or why it cannot be read, which is also said on stderr, once. Pictures
+are turned upright (EXIF), cut to their middle square and scaled to the network's input.
 """
 
 import sys
@@ -53,11 +53,17 @@ def command(
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
+    problems = {path: problem for path in paths if (problem := absent(path))}
+    for problem in problems.values():  # before anything that takes time
+        say(problem)
     with Runtime(run, str(pick_device(device, "--device ")), engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
-        answered = [{"image": str(path), **predict(runtime, path, limit)} for path in paths]
+        answered: list[dict[str, Any]] = []
+        for path in paths:
+            found = {"error": problems[path]} if path in problems else predict(runtime, path, limit)
+            answered.append({"image": str(path), **found})
         known = {"network": runtime.spec.name, "engine": runtime.engine.name, "deadline_ms": deadline_ms or None}
     broken = sum("error" in image for image in answered)
     left = f"{broken} of {len(paths)} files or folders cannot be read as pictures; repair them or leave them out"
@@ -65,8 +71,7 @@ def command(
 
 
 def find(names: tuple[str, ...]) -> list[Path]:
-    """The picture files that were named, folders opened. A missing one and a folder without any are kept: they are named
-    when their turn comes, as broken ones are."""
+    """The picture files that were named, folders opened. A missing one and a folder without any are kept."""
     found: list[Path] = []
     for path in map(Path, names):
         inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
@@ -74,6 +79,17 @@ def find(names: tuple[str, ...]) -> list[Path]:
     if not found:
         raise NestlingError("no picture was named; give files or folders")
     return found
+
+
+def absent(path: Path) -> str:
+    """What is wrong with a path that leads to no picture; "" if nothing is."""
+    if path.is_dir():
+        return f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})"
+    return "" if path.exists() or path.is_symlink() else f"there is no picture {path}; name files or folders"
+
+
+def say(problem: str) -> None:
+    print(problem, file=sys.stderr, flush=True)
 
 
 def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
@@ -85,10 +101,6 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     channels, height, width = shape
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
-    if not path.exists() and not path.is_symlink():
-        raise NoPicture(f"there is no picture {path}; name files or folders")
-    if path.is_dir():
-        raise NoPicture(f"the folder {path} holds no pictures ({', '.join(sorted(PICTURES))})")
     try:
         image = load_rgb(path, upright=True)
     except Unreadable as error:
@@ -103,15 +115,14 @@ def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
 
 
 def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]:
-    """What every stage said in time, and the answer; of a picture that cannot be read only the error, said at once."""
+    """What every stage said in time, and the last of them; of a picture that cannot be read only the error, said at once."""
     try:
         x = read_picture(path, runtime.spec.shape)
     except NoPicture as error:
-        print(error, file=sys.stderr, flush=True)
+        say(str(error))
         return {"error": str(error)}
-    said = list(runtime.answers(x, deadline=limit))
-    last = said[-1] if said else runtime.answer(x, 0)
-    return {"stages": [to_dict(answer) for answer in said], "answer": to_dict(last)}
+    said = [to_dict(answer) for answer in runtime.answers(x, deadline=limit)]
+    return {"stages": said, "answer": said[-1] if said else None}
 
 
 def to_dict(answer: Answer) -> dict[str, Any]:
@@ -128,22 +139,21 @@ def to_dict(answer: Answer) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Group:
-    """A small table per picture, with bars."""
+    """A small table per picture that could be read, with bars."""
     limit = f", deadline {result['deadline_ms']:g} ms" if result["deadline_ms"] else ""
     tables: list[Any] = [f"{result['network']} ({result['engine']}{limit})"]
     for image in result["images"]:
         if "error" in image:
-            tables.append(Text(image["error"], style="red"))
             continue
         tables.append(Text(image["image"], style="italic"))  # no title: it would be markup, and as narrow as the table
         table = Table(box=None, padding=(0, 1), show_header=False)
-        rows = image["stages"] or [image["answer"]]
-        for row in rows:
-            stage = f"stage {row['stage']} {row['size']}" if row["stage"] else "prior (no stage was done in time)"
-            mark = "*" if row is rows[-1] else " "
+        for row in image["stages"]:
+            stage, mark = f"stage {row['stage']} {row['size']}", "*" if row is image["stages"][-1] else " "
             table.add_row(
                 mark, stage, f"{row['ms']:.2f} ms", row["class"], f"{100 * row['probability']:.1f} %", bar(row)
             )
+        if not image["stages"]:
+            table.add_row("  no answer: no stage was done by the deadline")
         tables.append(table)
     return Group(*tables)
 

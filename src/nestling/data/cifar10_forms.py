@@ -7,7 +7,6 @@ network nor cache.
 """
 
 import io
-import json
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from nestling.data.dataset import Images
 from nestling.errors import NestlingError
+from nestling.files import from_text
 
 PIXELS = 3 * 32 * 32
 Arrays = tuple[np.ndarray, np.ndarray]  # images (n,3,32,32) uint8, labels (n,)
@@ -99,14 +99,14 @@ def read_png(files: Mapping[str, bytes], what: str) -> Images:
             "reading the PNGs needs Pillow, which is not installed; run: pip install 'nestling[data]'"
         ) from error
     try:
-        labels = {name: np.array(json.loads(files[name])) for name in ("train_lables.json", "test_lables.json")}
+        labels = {name: np.array(from_text(files[name])) for name in ("train_lables.json", "test_lables.json")}
     except ValueError as error:
         raise NestlingError(f"the labels in {what} are not JSON ({error}); fetch the package again") from error
     batches: dict[str, Arrays] = {}
     given = 0
     for name in PNG.files[:6]:
         try:
-            with Image.open(io.BytesIO(files[name])) as picture:
+            with Image.open(io.BytesIO(files[name]), formats=["PNG"]) as picture:
                 pixels = np.asarray(picture.convert("RGB"))  # one image per row: (n, 1024, 3)
         except (OSError, SyntaxError) as error:
             raise NestlingError(f"{what}/{name} cannot be read ({error}); fetch the package again") from error

@@ -1,7 +1,8 @@
 """One picture file as a square uint8 tensor: a random part of it for training, its middle for evaluation.
 
 Comes in: a path, a side length, and for training a seed. Goes out: (3,size,size) uint8, or Unreadable. The
-seed alone decides what is cut out, so it does not matter which process reads the file. Knows no data set.
+seed alone decides what is cut out, so it does not matter which process reads the file. A file is opened only as
+one of FORMATS, whatever it is called, and only up to MOST_PIXELS. Knows no data set.
 """
 
 import math
@@ -13,6 +14,8 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow knows more, and runs programs for some of them
+MOST_PIXELS = 2**26  # 67 million, a quarter of a gigabyte: a small file may hold far more
 MARGIN = 256 / 224  # evaluation shows the middle 224 of a shorter side of 256, or the same in proportion
 BILINEAR = Image.Resampling.BILINEAR
 TURNS = {  # EXIF's number for how a camera was held -> what sets the picture upright
@@ -46,7 +49,11 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
 def load_rgb(path: Path | str, upright: bool = False) -> Image.Image:
     """The whole picture, three channels of 8 bits; `upright`: turned the way the camera was held (EXIF orientation)."""
     try:
-        with Image.open(path) as file:
+        if not Path(path).is_file():  # a pipe would never end
+            raise FileNotFoundError(f"{path} is no file")
+        with Image.open(path, formats=FORMATS) as file:
+            if file.width * file.height > MOST_PIXELS:
+                raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MOST_PIXELS:,}; scale it down")
             return to_rgb(turned(file) if upright else file)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error
@@ -69,6 +76,9 @@ def to_rgb(file: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
     if file.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits (mode {file.mode}), of which nobody knows what is white; expected 8 or 16")
+    if file.mode == "RGB":  # no copy: it may be large
+        file.load()
+        return file
     return file.convert("RGB")
 
 

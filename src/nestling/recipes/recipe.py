@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from nestling.errors import NestlingError, join, nearest
+from nestling.files import from_text
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def to_json(recipe: Recipe) -> str:
 def from_json(text: str) -> Recipe:
     """The recipe that to_json wrote; unknown, missing or wrong fields raise NestlingError."""
     try:
-        found = json.loads(text)
+        found = from_text(text)
     except ValueError as error:
         raise NestlingError(f"the recipe is not JSON ({error}); expected what to_json writes") from error
     return from_dict(found)

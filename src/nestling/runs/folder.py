@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError, nearest
-from nestling.files import saying, to_text, write_atomically
+from nestling.files import from_text, plain, read_bytes, saying, to_text, write_atomically
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs.provenance import provenance
 
@@ -138,7 +138,7 @@ class RunDir:
         lines = []
         for number, line in enumerate(whole_lines(path.read_bytes()).splitlines(), start=1):
             try:
-                lines.append(json.loads(line))
+                lines.append(from_text(line))
             except ValueError as error:
                 raise NestlingError(
                     f"{path}, line {number} is not JSON; the log is damaged, delete that line"
@@ -183,7 +183,7 @@ class RunDir:
             key: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for key, tensor in tensors.items()
         }
-        text = json.dumps(dict(meta or {}), sort_keys=True)
+        text = json.dumps(plain(meta or {}), sort_keys=True)
         header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
         write_atomically(self.path / name, safetensors.torch.save(copies, metadata=header))
 
@@ -209,7 +209,7 @@ class RunDir:
             )
         if header.get("sha256") != checksum(name, tensors, header.get("meta", "")):
             raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {self.remedy(name)}")
-        return tensors, json.loads(header["meta"])
+        return tensors, from_text(header["meta"])
 
     # Everything else
 
@@ -219,7 +219,7 @@ class RunDir:
     def read_json(self, name: str) -> Any:
         path = self.path / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return from_text(read_bytes(path))
         except FileNotFoundError as error:
             raise NestlingError(f"there is no {path}; has the run got that far?") from error
         except OSError as error:

@@ -1,15 +1,18 @@
 """An answer: the class, how sure, which stage said so, when, and whether anything better can still come.
 
-Stage 0 is the class prior, for when not even the first stage was done. `refine` goes on where this answer stopped.
-Knows nothing of how answers are made.
+Where not even the first stage was done there is no answer: stage 0, no name, false as a condition, and only the
+probabilities that the classes have before looking. `refine` goes on where this answer stopped. Answers may be copied, and
+pickled for another process, where they cannot be refined. Knows nothing of how answers are made.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nestling.errors import NestlingError
 
 Floats = NDArray[np.float32]
 
@@ -19,9 +22,9 @@ class Answer:
     """The best answer there was when it was handed over."""
 
     label: int  # the most probable class
-    name: str  # and what it is called
-    stage: int  # the stage that answered; 0 = the class prior
-    size: str  # that stage's size, such as "w2"; "" for the prior
+    name: str  # and what it is called; "" if no stage has answered
+    stage: int  # the stage that answered; 0 = none
+    size: str  # that stage's size, such as "w2"; "" if none
     elapsed: float  # seconds from the call until now
     final: bool  # nothing better will come: the last stage answered, or one that was sure enough
     _probabilities: Callable[[], Floats]
@@ -43,9 +46,34 @@ class Answer:
     def confidence(self) -> float:
         return float(self.probabilities[self.label])
 
+    def __bool__(self) -> bool:
+        """Whether any stage has answered."""
+        return self.stage > 0
+
+    def __copy__(self) -> "Answer":
+        return replace(self)
+
+    def __deepcopy__(self, memory: object) -> "Answer":
+        return replace(self)  # nothing in it can change but the probabilities, which each works out for itself
+
+    def __reduce__(self) -> tuple[Callable[..., "Answer"], tuple[object, ...]]:
+        """For pickling: everything but the way back to the runtime."""
+        return elsewhere, (self.label, self.name, self.stage, self.size, self.elapsed, self.final, self.probabilities)
+
     def refine(self, deadline: float | None = None) -> "Answer":
         """Go on for `deadline` more seconds (None: to the last stage) from the work already done. Never worse than this."""
         return self if self.final else self._refine(deadline)
+
+
+def elsewhere(
+    label: int, name: str, stage: int, size: str, elapsed: float, final: bool, probabilities: Floats
+) -> Answer:
+    """An answer that came from another process."""
+    return Answer(label, name, stage, size, elapsed, final, partial(np.copy, probabilities), refuse)
+
+
+def refuse(deadline: float | None) -> Answer:
+    raise NestlingError("this answer came from another process, so its work is not here; ask the runtime again")
 
 
 def softmax(logits: Floats) -> Floats:

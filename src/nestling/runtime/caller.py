@@ -6,10 +6,11 @@ by which this machine wakes threads late, and never waits for a stage. Runs noth
 """
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from math import nan
+from math import inf, nan
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from nestling.errors import NestlingError
 from nestling.runtime.answer import Answer, softmax
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast
-from nestling.runtime.inputs import Intake, deadlines, seconds
+from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.pace import Margin, Pace
 from nestling.runtime.prompt import Promptly
@@ -32,6 +33,7 @@ Limit = float | Sequence[float | None] | None  # seconds for all images, or one 
 Sure = float | Sequence[float] | None  # a probability for all stages, or one for each; None = the runtime's own
 MEMORY = 64 * 2**20  # bytes of state kept for unfinished answers
 LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
+FAR_TOO_LONG = 100  # times what all stages take: who gives a deadline like this may mean milliseconds
 MOST_TOGETHER = 64  # images that go through a stage together
 
 
@@ -56,6 +58,7 @@ class Anytime:
         prior = np.array(spec.prior or [1 / len(spec.classes)] * len(spec.classes), np.float32)
         self.prior: Floats = prior
         self.thresholds: tuple[float, ...] = ()
+        self.warned = False  # of a deadline that is far too long
         self.trace: NDArray[np.float64] | None = (
             None  # seconds until each stage's answer on the quiet device, if profiled
         )
@@ -152,6 +155,7 @@ class Anytime:
         x = self.to_numpy(x)
         images, single = self.intake.images(x)
         limits = deadlines(deadline, len(images))
+        self.warn_of_seconds(max(limits))
         thresholds = self.check_thresholds(confident)
         rows = [Row(began + self.margin.before(limit), thresholds) for limit in limits]
         pending = Pending(self, rows, [row.deadline for row in rows], began, single, every)
@@ -181,8 +185,21 @@ class Anytime:
         return x
 
     def check_open(self) -> None:
+        self.worker.check_process()
         if self.worker.closing:
             raise NestlingError(f"this runtime of {self.spec.name} is closed; make a new one")
+
+    def warn_of_seconds(self, limit: float) -> None:
+        """Once, where a deadline is so long that milliseconds may have been meant."""
+        full = sum(self.pace.base)
+        if self.warned or not full * FAR_TOO_LONG < limit < inf or not all(self.pace.base):  # 0: not known yet
+            return
+        self.warned = True
+        warnings.warn(
+            f"a deadline of {limit:g} seconds is more than {FAR_TOO_LONG} times the {full * 1e3:.3g} ms that all stages of "
+            f"{self.spec.name} take; deadlines are seconds: write {limit / 1e3:g} for {limit:g} ms, None for no deadline",
+            stacklevel=4,
+        )
 
     def check_thresholds(self, confident: Sure) -> tuple[float, ...]:
         if confident is None:
@@ -190,12 +207,15 @@ class Anytime:
         try:
             each = [confident] * self.spec.stages if isinstance(confident, int | float | np.number) else confident
             found = tuple(float(value) for value in each)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = (nan,)
-        if len(found) not in (self.spec.stages, self.spec.stages - 1) or any(value != value for value in found):
+        per_stage = len(found) in (self.spec.stages, self.spec.stages - 1) and not isinstance(confident, str | bytes)
+        never = not isinstance(confident, int | float | np.number)  # a stage of its own may never be sure enough
+        right = all(0 <= value <= 1 or (never and value == inf) for value in found)
+        if not per_stage or not right or isinstance(confident, bool):
             raise NestlingError(
-                f"found confident={confident!r}, expected a probability for all stages, or one number per stage but the last "
-                f"({self.spec.stages - 1})"
+                f"found confident={short(confident)}, expected a probability from 0 to 1 for all stages, or one number per stage "
+                f"but the last ({self.spec.stages - 1}), infinite where that stage shall never be sure enough"
             )
         return found
 
@@ -207,7 +227,7 @@ class Anytime:
         stage, logits = row.best if news is None else (news.stage, news.logits)
         label = int((self.prior if logits is None else logits).argmax())
         probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
-        name, size = self.spec.classes[label], self.spec.sizes[stage - 1] if stage else ""
+        name, size = (self.spec.classes[label], self.spec.sizes[stage - 1]) if stage else ("", "")
         refine = partial(self.refine, row)
         return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine)
 
@@ -340,6 +360,7 @@ class Pending:
 
     def sleep(self, until: float) -> News | None:
         """Wait for news; raises TimeoutError when the time is up."""
+        self.runtime.worker.check_process()
         longest = self.runtime.clock() + LONGEST_SLEEP
         if until > longest:  # no deadline to speak of
             return self.signal.wait(longest, self.runtime.clock)

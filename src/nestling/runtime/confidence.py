@@ -5,6 +5,7 @@ costs. Out: thresholds for `runtime.answer(x, confident=...)` and what they do: 
 An image stops at the first stage whose largest probability reaches that stage's threshold. Pure numpy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from nestling.errors import NestlingError
 from nestling.runtime.answer import softmax
 
-NEVER = 2.0  # no probability reaches it
+NEVER = math.inf  # no probability reaches it
 CANDIDATES = 64  # thresholds tried per stage
 ROUNDS = 3
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nestling.errors import NestlingError
+
 Floats = NDArray[np.float32]
 State = Any  # the engine's own
 
@@ -85,6 +87,9 @@ def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[fl
         state = engine.start(x)
         for stage in range(1, engine.stages + 1):
             began = time.perf_counter()
-            _, state = engine.step(stage, state, Stop())
+            try:
+                _, state = engine.step(stage, state, Stop())
+            except Exception as error:  # engines have no one kind of error
+                raise NestlingError(f"stage {stage} fails on a black image: {error}; make or export it again") from error
             seen[stage - 1].append(time.perf_counter() - began)
     return [statistics.median(times[1:]) for times in seen]  # the first run allocates

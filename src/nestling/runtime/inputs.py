@@ -73,9 +73,24 @@ def seconds(deadline: Any) -> float:
         return math.inf
     if type(deadline) is float and deadline >= 0:  # the usual case: asking an abstract class takes longer than all else
         return deadline
-    if isinstance(deadline, bool) or not isinstance(deadline, Real | np.number) or math.isnan(float(deadline)):
-        raise NestlingError(f"deadline {deadline!r} is not a number of seconds; write 0.005 for 5 ms, None for none")
-    return max(0.0, float(deadline))
+    try:
+        found = float(deadline) if isinstance(deadline, Real | np.number) and not isinstance(deadline, bool) else math.nan
+    except OverflowError:  # a whole number that no float can hold
+        found = math.nan
+    if math.isnan(found):
+        raise NestlingError(
+            f"deadline {short(deadline)} is not a number of seconds; write 0.005 for 5 ms, None for no deadline"
+        )
+    return max(0.0, found)
+
+
+def short(value: Any) -> str:
+    """A value as a message can show it, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number with more digits than Python prints
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def check_threads(threads: int) -> None:
@@ -87,7 +102,7 @@ def check_threads(threads: int) -> None:
 
 def deadlines(deadline: Any, count: int) -> list[float]:
     """One deadline per image, from one for all or a sequence of them."""
-    if type(deadline) is not float and isinstance(deadline, Sequence | np.ndarray) and not isinstance(deadline, str):
+    if type(deadline) is not float and isinstance(deadline, Sequence | np.ndarray) and not isinstance(deadline, str | bytes):
         found = [seconds(each) for each in deadline]
         if len(found) != count:
             raise NestlingError(f"found {len(found)} deadlines for {count} images; give one, or one per image")

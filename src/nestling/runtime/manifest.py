@@ -5,14 +5,15 @@ is checked before it is read. Standard library only; who writes the folder is ne
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
-from nestling.runtime.spec import Spec, from_dict
+from nestling.files import from_text, read_bytes
+from nestling.runtime.spec import MOST_VALUES, Spec, from_dict, sides_of
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "nestling-stages", 1
@@ -64,7 +65,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """The manifest of a folder, its fields checked; the graphs are checked when they are read."""
     path = Path(folder) / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = from_text(read_bytes(path))
     except FileNotFoundError as error:
         raise NestlingError(
             f"{folder} holds no exported stages: there is no {MANIFEST}; run nestling export"
@@ -79,7 +80,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         manifest = parse(found)
     except NestlingError as error:
         raise NestlingError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NestlingError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
     if len(manifest.stages) != manifest.spec.stages:
         raise NestlingError(f"{path} lists {len(manifest.stages)} graphs for {manifest.spec.stages} stages; {AGAIN}")
@@ -87,28 +88,45 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def parse(found: Mapping[str, Any]) -> Manifest:
-    names = lambda values: tuple(str(value) for value in values)  # noqa: E731
     stages = tuple(
-        StageFile(str(row["file"]), str(row["sha256"]), names(row["takes"]), names(row["gives"]))
+        StageFile(name(row["file"]), name(row["sha256"]), names(row["takes"]), names(row["gives"]))
         for row in found["stages"]
     )
     for stage in stages:
         if Path(stage.file).name != stage.file or stage.file in ("", ".", ".."):
             raise NestlingError(f"the file {stage.file!r} is not inside the folder; {AGAIN}")
-    shapes = {str(name): tuple(int(side) for side in shape) for name, shape in found["shapes"].items()}
-    missing = {name for stage in stages for name in (*stage.takes, *stage.gives)} - set(shapes)
+    shapes = {name(key): sides_of(shape, f"the shape of {key!r}") for key, shape in found["shapes"].items()}
+    if sum(map(prod, shapes.values())) > MOST_VALUES:
+        raise NestlingError(f"its values take more memory than {4 * MOST_VALUES:,} bytes an image; {AGAIN}")
+    missing = {key for stage in stages for key in (*stage.takes, *stage.gives)} - set(shapes)
     if missing:
         raise NestlingError(f"it does not say what shape {sorted(missing)[0]!r} has; {AGAIN}")
     latencies = tuple(float(value) for value in found.get("latencies", ()))
+    if not all(0 <= value < inf for value in latencies):
+        raise NestlingError(f"its latencies {latencies} are no seconds; {AGAIN}")
     spec = from_dict(found["network"])
-    return Manifest(spec, str(found["form"]), str(found["precision"]), stages, shapes, latencies, found.get("about"))
+    return Manifest(spec, name(found["form"]), name(found["precision"]), stages, shapes, latencies, found.get("about"))
+
+
+def name(found: Any) -> str:
+    if not isinstance(found, str) or "\0" in found:
+        raise NestlingError(f"{found!r} is no name; expected text without NUL; {AGAIN}")
+    return found
+
+
+def names(found: Any) -> tuple[str, ...]:
+    """Names, each of them once."""
+    values = tuple(name(value) for value in found)
+    if len(set(values)) != len(values):
+        raise NestlingError(f"the names {values} repeat themselves; {AGAIN}")
+    return values
 
 
 def read_graph(folder: str | Path, stage: StageFile) -> bytes:
     """The bytes of one graph, which are those that were exported."""
     path = Path(folder) / stage.file
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise NestlingError(f"cannot read {path}: {error.strerror}; {AGAIN}") from error
     if checksum(data) != stage.sha256:

@@ -53,6 +53,7 @@ class Runtime(Anytime):
         else:
             net, found, self.run = load_source(source)
             spec = spec or found
+        check_spec(spec, net)
         built = build_engine(net, device, engine, threads)
         self.device = device
         self.profile = find_profile(self.run, built.name, threads, device) if self.run else None
@@ -89,6 +90,20 @@ def bare_spec(net: NestedNet) -> Spec:
     height, width = node.size
     classes = net.plan.by_name[net.plan.heads[-1]].channels
     return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
+
+
+def check_spec(spec: Spec, net: NestedNet) -> None:
+    """What is said of a network must be true of it."""
+    bare = bare_spec(net)
+    for what, found, expected in (
+        ("images of", tuple(spec.shape), bare.shape),
+        ("class names:", len(spec.classes), len(bare.classes)),
+        ("stages:", spec.stages, bare.stages),
+    ):
+        if found != expected:
+            raise NestlingError(
+                f"the spec of {spec.name} has {what} {found}, but the network {bare.name} has {expected}; correct the spec"
+            )
 
 
 def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency | None:

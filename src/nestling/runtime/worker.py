@@ -8,12 +8,16 @@ for later, the newest `keep` of them. Callers never wait for a stage: they look 
 
 import heapq
 import itertools
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 
+import numpy as np
+
+from nestling.errors import NestlingError
 from nestling.runtime.answer import softmax
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
@@ -30,6 +34,7 @@ class Worker:
 
     def __init__(self, engine: Engine, pace: Pace, keep: int, clock: Callable[[], float]) -> None:
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
+        self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
         self.bell = Bell()  # there is something to do; rung without the lock
@@ -45,6 +50,14 @@ class Worker:
         self.thread.start()
 
     # --- called by anybody ---------------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Refuse to work in a forked process: the thread that runs the stages has stayed behind."""
+        if os.getpid() != self.process:
+            raise NestlingError(
+                f"this runtime was made by process {self.process}, of which this one is a fork; stages are run by threads, "
+                "which a fork leaves behind: make the runtime in the process that asks it, or start processes by 'spawn'"
+            )
 
     def submit(self, work: Work) -> None:
         """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
@@ -90,6 +103,8 @@ class Worker:
 
     def close(self) -> None:
         """End the running stage, the thread and the engine. Waiting callers are told, and answer with what they have."""
+        if os.getpid() != self.process:
+            return  # the thread, the engine and perhaps the lock are those of the process that this one was forked from
         with self.lock:
             if self.closing:
                 return
@@ -244,9 +259,13 @@ class Worker:
     def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
         sure = softmax(logits).max(axis=1) if not last and any(row.thresholds for row in rows) else None
+        numbers = np.isfinite(logits.max(axis=1))
         for index, row in enumerate(rows):
             if row.final or stage <= row.best[0]:
                 continue  # an earlier stage again, after its state had to go
+            if not numbers[index]:
+                row.fail(ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image"))
+                continue
             row.best = (stage, logits[index])
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
                 row.final, row.work = True, None

@@ -16,9 +16,11 @@ import onnxruntime
 
 from nestling.errors import NestlingError
 from nestling.runtime.engine import Abandoned, Floats, Stop
+from nestling.runtime.external import has_external_data
 
 ALIGNED = 64  # bytes: a cache line, and the widest vector register
 BINDINGS = 32 * 1024  # bytes, about, that ONNX Runtime needs to remember where the values of one slot are
+FLOAT = "tensor(float)"  # ONNX Runtime's name for them
 FREE_BATCHES = 2  # slots of batches kept for later
 
 
@@ -200,9 +202,19 @@ def session_options(threads: int, optimised: bool = False) -> onnxruntime.Sessio
 def open_session(graph: StageGraph, threads: int, stage: int) -> onnxruntime.InferenceSession:
     options = session_options(threads, graph.optimised)
     try:
-        return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
+        if not has_external_data(graph.model):
+            return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen kinds, none with a common parent
         raise NestlingError(f"the graph of stage {stage} cannot be read: {error}; export the run again") from error
+    raise NestlingError(
+        f"the graph of stage {stage} keeps tensors in other files, which its checksum does not cover; "
+        "export the run again, or save the graph with its data inside"
+    )
+
+
+def end(value: onnxruntime.NodeArg) -> tuple[str, tuple[int | str | None, ...], str]:
+    """A graph's input or output: its name, shape without the batch, and type."""
+    return value.name, tuple((value.shape or ())[1:]), value.type
 
 
 def check_ends(
@@ -212,14 +224,13 @@ def check_ends(
     classes: int,
     stage: int,
 ) -> None:
-    """The graph must take and give what was said of it: names and shapes."""
-    found = [(each.name, tuple(each.shape[1:])) for each in session.get_inputs()]
-    given = [(each.name, tuple(each.shape[1:])) for each in session.get_outputs()]
-    wanted = [(name, tuple(shapes.get(name, ()))) for name in graph.takes]
-    promised = [("logits", (classes,)), *((name, tuple(shapes.get(name, ()))) for name in graph.gives)]
-    for what, ours, theirs in (("takes", sorted(wanted), sorted(found)), ("gives", sorted(promised), sorted(given))):
-        if ours != theirs:
-            different = sorted(set(ours) ^ set(theirs))[0]
+    """The graph must take and give what was said of it: names, shapes and numbers of 32 bits."""
+    found, given = ([end(each) for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
+    wanted = [(name, shapes.get(name, ()), FLOAT) for name in graph.takes]
+    promised = [("logits", (classes,), FLOAT), *((name, shapes.get(name, ()), FLOAT) for name in graph.gives)]
+    for what, ours, theirs in (("takes", wanted, found), ("gives", promised, given)):
+        if sorted(ours, key=repr) != sorted(theirs, key=repr):
+            different = sorted(set(ours) ^ set(theirs), key=repr)[0]
             raise NestlingError(
                 f"the graph of stage {stage} is not the one described: it {what} {len(theirs)} values, expected "
                 f"{len(ours)}; they differ at {different}; export the run again"
