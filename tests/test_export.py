@@ -283,6 +283,17 @@ def test_an_export_is_whole_verified_and_replaces_an_earlier_one(tmp_path: Path)
     assert found.about["verified"]["batches"] == [1, 32]
 
 
+def test_equal_weights_are_exported_as_equal_bytes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        net, images = stirred(build(NetworkRecipe(name="alternate-digits")))
+        torch.manual_seed(0)
+        for parameter in net.parameters():
+            parameter.data.normal_()
+        export_net(net, bare_spec(net), tmp_path / name, images)
+    graphs = [[path.read_bytes() for path in sorted((tmp_path / name).glob("*.onnx"))] for name in ("first", "second")]
+    assert graphs[0] == graphs[1] and len(graphs[0]) == 5
+
+
 def test_nothing_is_written_when_verification_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = network("width-digits")
     export_net(net, bare_spec(net), tmp_path / "stages", x)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from nestling.recipe import NetworkRecipe
 from torch import Tensor, nn
 
 import nestling
@@ -14,7 +15,6 @@ from nestling.nets.layers import NestedBatchNorm2d
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
 from nestling.nets.registry import build
-from nestling.recipe import NetworkRecipe
 
 IMAGE = (3, 8, 8)
 

@@ -1,21 +1,27 @@
 """nestling.runtime.portable: the same answers and deadlines without torch, and nothing that is not what was exported."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nestling.errors import NestlingError
 from nestling.export import export_net
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime
+from nestling.runtime.external import has_external_data
 from nestling.runtime.manifest import MANIFEST, checksum
 from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
@@ -159,6 +165,94 @@ def swap(folder: Path) -> None:
     edit(exchange)(folder)
 
 
+def text(part: str) -> Callable[[Path], None]:
+    """A manifest that no JSON library of ours would write."""
+
+    def spoil(folder: Path) -> None:
+        found = (folder / MANIFEST).read_text()
+        (folder / MANIFEST).write_text(re.sub(r'"latencies": \[[^]]*\]', part, found))
+
+    return spoil
+
+
+def rewrite(change: Callable[[Any], Any], stage: int = 1) -> Callable[[Path], None]:
+    """Another graph in the place of a stage's, with its right checksum in the manifest."""
+
+    def spoil(folder: Path) -> None:
+        import onnx
+
+        path = folder / f"stage{stage}.onnx"
+        model = onnx.load(path, load_external_data=False)
+        change(model)
+        path.write_bytes(model.SerializeToString())
+        edit(lambda m: m["stages"][stage - 1].update(sha256=checksum(path.read_bytes())))(folder)
+
+    return spoil
+
+
+def outside(tensor: Any) -> None:
+    """A tensor that lies in a file outside the folder; what it was is there."""
+    from onnx import numpy_helper
+
+    Path("secret.bin").write_bytes(numpy_helper.to_array(tensor).tobytes())
+    tensor.ClearField("raw_data")
+    tensor.ClearField("float_data")
+    tensor.data_location = 1
+    tensor.external_data.add(key="location", value="secret.bin")
+
+
+def outside_in_a_branch(model: Any) -> None:
+    """The same deep inside: in a constant of a graph that is an attribute of a node."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    tensor = numpy_helper.from_array(np.zeros(3, np.float32), "secret")
+    outside(tensor)
+    inner = helper.make_graph([helper.make_node("Constant", [], ["c"], value=tensor)], "inner", [], [
+        helper.make_tensor_value_info("c", TensorProto.FLOAT, [3])
+    ])  # fmt: skip
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["never read"], then_branch=inner, else_branch=inner))
+
+
+def lie(model: Any) -> None:
+    """Logits of another shape than the graph says, which nobody can see before it runs."""
+    from onnx import helper, numpy_helper
+
+    [last] = [node for node in model.graph.node if "logits" in node.output]
+    last.output[list(last.output).index("logits")] = "real"
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2], np.int64), "two"))
+    model.graph.node.extend([
+        helper.make_node("Shape", ["real"], ["shape"]),
+        helper.make_node("ReduceProd", ["shape"], ["all"], keepdims=1),
+        helper.make_node("Div", ["all", "two"], ["half"]),
+        helper.make_node("Concat", ["two", "half"], ["other"], axis=0),
+        helper.make_node("Reshape", ["real", "other"], ["logits"]),
+    ])  # fmt: skip
+
+
+def double(model: Any) -> None:
+    from onnx import TensorProto, helper
+
+    [last] = [node for node in model.graph.node if "logits" in node.output]
+    last.output[list(last.output).index("logits")] = "real"
+    model.graph.node.append(helper.make_node("Cast", ["real"], ["logits"], to=TensorProto.DOUBLE))
+    [end] = [each for each in model.graph.output if each.name == "logits"]
+    end.type.tensor_type.elem_type = TensorProto.DOUBLE
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
+def directory(folder: Path) -> None:
+    (folder / "stage1.onnx").unlink()
+    (folder / "stage1.onnx").mkdir()
+
+
 SPOILT: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / MANIFEST).unlink(), "no manifest.json"),
     (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
@@ -177,11 +271,35 @@ SPOILT: list[tuple[Callable[[Path], Any], str]] = [
     (truncate, "checksum differs"),
     (garbage_with_a_right_checksum, "cannot be read"),
     (swap, "not the one described"),
+    (rewrite(lambda model: outside(model.graph.initializer[0])), "keeps tensors in other files"),
+    (rewrite(outside_in_a_branch, 2), "stage 2 keeps tensors in other files"),
+    (rewrite(lie), "stage 1 fails on a black image"),
+    (rewrite(double, 3), "stage 3 is not the one described"),
+    (pipe("stage1.onnx"), "stage1.onnx: it is a folder, pipe or device"),
+    (pipe(MANIFEST), "pipe or device"),
+    (directory, "stage1.onnx: it is a folder"),
+    (lambda f: (f / MANIFEST).write_text("[" * 100_000), "nested too deeply"),
+    (text('"latencies": [1e999]'), "1e999 is not a number"),
+    (text('"latencies": [NaN]'), "NaN is not a number"),
+    (edit(lambda m: m.update(latencies=[-1])), "no seconds"),
+    (edit(lambda m: m["network"].update(mean=[10**400], std=[1])), "does not describe"),
+    (edit(lambda m: m["network"].update(shape=[1, 100_000, 100_000])), "at most 268,435,456 values"),
+    (edit(lambda m: m["shapes"].update(input=[100_000, 100_000, 1])), "at most 268,435,456 values"),
+    (edit(lambda m: m["shapes"].update(input=[1, 8, 8.0])), "whole numbers"),
+    (edit(lambda m: m["shapes"].update({f"x{i}": [2**26] for i in range(5)})), "more memory"),
+    (edit(lambda m: m["shapes"].update(input=8)), "damaged"),
+    (edit(lambda m: m["stages"][0].update(file="stage1\0.onnx")), "without NUL"),
+    (edit(lambda m: m["network"].update(name="\0")), "without NUL"),
+    (edit(lambda m: m["stages"][0].update(takes=["input", "input"])), "repeat"),
+    (edit(lambda m: m["stages"][0].update(sha256=5)), "5 is no name"),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "complaint"), SPOILT, ids=[complaint for _, complaint in SPOILT])
-def test_what_is_not_what_was_exported_is_refused(folder: Path, spoil: Callable[[Path], Any], complaint: str) -> None:
+def test_what_is_not_what_was_exported_is_refused(
+    folder: Path, spoil: Callable[[Path], Any], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)  # ONNX Runtime looks for external data from here
     spoil(folder)
     with pytest.raises(NestlingError, match=complaint):
         Portable(folder)
@@ -189,4 +307,23 @@ def test_what_is_not_what_was_exported_is_refused(folder: Path, spoil: Callable[
 
 def test_the_untouched_copy_is_accepted(folder: Path) -> None:
     with Portable(folder) as runtime:
-        assert runtime.answer(np.zeros(runtime.spec.shape, np.float32), 10.0).final
+        assert runtime.answer(np.zeros(runtime.spec.shape, np.float32)).final
+
+
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_no_graph_are_read_or_refused(data: bytes) -> None:
+    """Whatever is in them, looking for external data ends."""
+    with suppress(ValueError):
+        has_external_data(data)
+
+
+def test_a_graph_within_a_graph_within_a_graph() -> None:
+    from onnx import ModelProto
+
+    model = ModelProto()
+    graph = model.graph
+    for _ in range(20):
+        graph = graph.node.add().attribute.add().g
+    assert not has_external_data(model.SerializeToString())
+    graph.sparse_initializer.add().indices.data_location = 1
+    assert has_external_data(model.SerializeToString())

@@ -1,10 +1,12 @@
 """Profiles, forecasts, thresholds and predictions of a real run on the digits."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -340,7 +342,9 @@ def test_predict_by_a_deadline_on_the_command_line(
     picture = str(pictures[0] / "0.png")
     assert main(["predict", str(run), picture, "--deadline-ms", "0.0001", "--device", "cpu", "--json"]) == 0
     [answer] = json.loads(capsys.readouterr().out)["images"]
-    assert answer["stages"] == [] and answer["answer"]["stage"] == 0
+    assert answer["stages"] == [] and answer["answer"] is None
+    assert main(["predict", str(run), picture, "--deadline-ms", "0.0001", "--device", "cpu"]) == 0
+    assert "no answer: no stage was done by the deadline" in capsys.readouterr().out
     assert main(["predict", str(run), picture, "--deadline-ms", "2000", "--loss", "0.05", "--device", "cpu"]) == 0
     assert "stage 1" in capsys.readouterr().out
 
@@ -424,7 +428,7 @@ def test_broken_pictures_are_named_and_the_others_answered(
         assert all(image["answer"]["final"] and len(image["stages"]) == 3 for image in answered)
     else:
         lines = [line.strip() for line in done.stdout.splitlines()]
-        assert [line for line in lines if "cannot be read" in line] == named
+        assert not [line for line in lines if "cannot be read" in line], "it was said already"
         assert all(str(folder / f"{i}.png") in lines for i in range(4)) and done.stdout.count("stage 3 w4") == 4
 
 
@@ -437,7 +441,58 @@ def test_a_missing_picture_is_named_and_the_others_answered(
     images = json.loads(out)["images"]
     assert [image["image"] for image in images] == [first, missing, last]
     assert ["answer" in image for image in images] == [True, False, True]
-    assert f"there is no picture {missing}; name files or folders" in err.splitlines()
+    said = f"there is no picture {missing}; name files or folders"
+    assert err.splitlines().count(said) == 1 and json.loads(out)["error"].startswith("1 of 3 files or folders cannot")
+    assert main(["predict", str(run), first, missing, missing, "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert (out + err).count(said) == 1
+
+
+def test_a_missing_picture_is_named_before_the_network_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(tmp_path / "no run"), str(tmp_path / "none.png")]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("there is no picture") and "there is no run folder" in second
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 8 8 rectfill\nshowpage\n%%EOF\n"
+
+
+def test_only_files_of_formats_we_name_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are called: Pillow would hand PostScript to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    ran: list[Any] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *words, **options: ran.append(words))
+    (tmp_path / "a.png").write_bytes(POSTSCRIPT)
+    os.mkfifo(tmp_path / "b.png")
+    for name in ("a.png", "b.png"):
+        with pytest.raises(predict.NoPicture, match="cannot be read as a picture"):
+            predict.read_picture(tmp_path / name, (3, 8, 8))
+    assert not ran
+
+
+def test_a_small_file_with_many_pixels_is_refused_before_they_take_memory(tmp_path: Path) -> None:
+    from nestling.data import picture
+
+    side = math.isqrt(picture.MOST_PIXELS) + 1
+    Image.new("1", (side, side)).save(tmp_path / "bomb.png")
+    Image.open(tmp_path / "bomb.png").convert("RGB").resize((8, 8)).save(tmp_path / "small.png")
+    assert (tmp_path / "bomb.png").stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(predict.NoPicture, match=f"it has {side} x {side} pixels, more than 67,108,864; scale it down"):
+        predict.read_picture(tmp_path / "bomb.png", (3, 8, 8))
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert predict.read_picture(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("form", ["png", "jpg", "bmp", "gif", "webp", "tif", "ppm"])
+def test_every_format_that_is_named_is_read(tmp_path: Path, form: str) -> None:
+    Image.new("RGB", (16, 16), (200, 100, 50)).save(tmp_path / f"x.{form}")
+    found = predict.read_picture(tmp_path / f"x.{form}", (3, 8, 8)).reshape(3, -1).mean(axis=1)
+    np.testing.assert_allclose(found, (200, 100, 50), atol=4)
 
 
 def test_a_folder_without_pictures_is_named_and_the_others_answered(

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
+from nestling.recipes import named
 from nestling.recipes.recipe import Recipe, TrainRecipe
 from nestling.runs.folder import CHECKPOINT, LOG, PROVENANCE, WEIGHTS, RunDir
 
@@ -347,3 +349,52 @@ def test_weights_of_another_network_are_refused(run: RunDir) -> None:
         run.load_weights(nn.Linear(2, 4))
     with pytest.raises(NestlingError, match=r"another network: 'bias' has shape \(3,\), expected none"):
         run.load_weights(nn.Linear(2, 3, bias=False))
+
+
+# --- JSON from anywhere ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "1e999", "[-1e999]", "NaN", "Infinity", "9" * 9999, ""]
+)
+def test_json_that_cannot_be_held_is_refused(tmp_path: Path, text: str) -> None:
+    run = RunDir.create(tmp_path / "run")
+    (run.path / "results.json").write_text(text)
+    with pytest.raises(NestlingError, match="is not JSON"):
+        run.read_json("results.json")
+    (run.path / "log.jsonl").write_text(text + "\n")
+    if text:
+        with pytest.raises(NestlingError, match="line 1 is not JSON"):
+            run.read_log()
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(NestlingError, match="not JSON"):
+        named(str(tmp_path / "recipe.json"))
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    os.mkfifo(run.path / "results.json")
+    os.mkfifo(run.path / "weights.safetensors")
+    with pytest.raises(NestlingError, match="expected a file"):
+        run.read_json("results.json")
+    with pytest.raises(NestlingError, match="expected a file"):
+        run.load_tensors("weights.safetensors")
+
+
+WRITE = """
+import sys, torch
+from nestling.runs.folder import RunDir
+RunDir(sys.argv[1]).save_tensors("x.safetensors", {k: torch.ones(3) for k in sys.argv[2]}, {"epoch": 3, "é": [1.5, "b"]})
+"""
+
+
+def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
+    """In every process, whatever the order they come in."""
+    files = []
+    for index, order in enumerate(("abc", "cab", "bca", "abc")):
+        (tmp_path / str(index)).mkdir()
+        subprocess.run([sys.executable, "-c", WRITE, str(tmp_path / str(index)), order], check=True)
+        files.append((tmp_path / str(index) / "x.safetensors").read_bytes())
+    assert len(set(files)) == 1
+    tensors, meta = RunDir(tmp_path / "0").load_tensors("x.safetensors")
+    assert sorted(tensors) == ["a", "b", "c"] and meta == {"epoch": 3, "é": [1.5, "b"]}

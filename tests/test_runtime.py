@@ -971,7 +971,8 @@ def test_bad_images_are_refused_with_what_to_do(x: Any, complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "deadline", [math.nan, "5ms", True, [0.1, 0.2], object(), 10**400, -(10**400), [10**5000], b"1", b"\x01", ["1"], {1: 2}],
+    "deadline",
+    [math.nan, "5ms", True, [0.1, 0.2], object(), 10**400, -(10**400), [10**5000], b"1", b"\x01", ["1"], {1: 2}],
     ids=lambda deadline: type(deadline).__name__,
 )
 def test_bad_deadlines_are_refused(deadline: Any) -> None:

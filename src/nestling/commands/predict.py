@@ -6,6 +6,7 @@ are turned upright (EXIF), cut to their middle square and scaled to the network'
 """
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,11 @@ def command(
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
         answered: list[dict[str, Any]] = []
-        for path in paths:
-            found = {"error": problems[path]} if path in problems else predict(runtime, path, limit)
-            answered.append({"image": str(path), **found})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a deadline of")  # is in milliseconds here, and cannot be mistaken
+            for path in paths:
+                found = {"error": problems[path]} if path in problems else predict(runtime, path, limit)
+                answered.append({"image": str(path), **found})
         known = {"network": runtime.spec.name, "engine": runtime.engine.name, "deadline_ms": deadline_ms or None}
     broken = sum("error" in image for image in answered)
     left = f"{broken} of {len(paths)} files or folders cannot be read as pictures; repair them or leave them out"

@@ -53,7 +53,9 @@ def load_rgb(path: Path | str, upright: bool = False) -> Image.Image:
             raise FileNotFoundError(f"{path} is no file")
         with Image.open(path, formats=FORMATS) as file:
             if file.width * file.height > MOST_PIXELS:
-                raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MOST_PIXELS:,}; scale it down")
+                raise ValueError(
+                    f"it has {file.width} x {file.height} pixels, more than {MOST_PIXELS:,}; scale it down"
+                )
             return to_rgb(turned(file) if upright else file)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error

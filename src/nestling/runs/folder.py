@@ -185,11 +185,13 @@ class RunDir:
         }
         text = json.dumps(plain(meta or {}), sort_keys=True)
         header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
-        write_atomically(self.path / name, safetensors.torch.save(copies, metadata=header))
+        write_atomically(self.path / name, in_order(safetensors.torch.save(copies, metadata=header)))
 
     def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors (on the CPU) and meta of a file that save_tensors wrote; anything else is refused."""
         path = self.path / name
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise NestlingError(f"{path} is a folder, pipe or device, expected a file; {self.remedy(name)}")
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
@@ -234,6 +236,14 @@ class RunDir:
 
 def whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
+
+
+def in_order(file: bytes) -> bytes:
+    """A safetensors file with its header sorted: equal tensors and meta give equal bytes, which safetensors leaves to chance."""
+    start = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:start]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + file[start:]
 
 
 def checksum(name: str, tensors: Mapping[str, Tensor], meta: str) -> str:

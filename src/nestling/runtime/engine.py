@@ -90,6 +90,8 @@ def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[fl
             try:
                 _, state = engine.step(stage, state, Stop())
             except Exception as error:  # engines have no one kind of error
-                raise NestlingError(f"stage {stage} fails on a black image: {error}; make or export it again") from error
+                raise NestlingError(
+                    f"stage {stage} fails on a black image: {error}; make or export it again"
+                ) from error
             seen[stage - 1].append(time.perf_counter() - began)
     return [statistics.median(times[1:]) for times in seen]  # the first run allocates

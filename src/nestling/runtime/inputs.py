@@ -74,7 +74,9 @@ def seconds(deadline: Any) -> float:
     if type(deadline) is float and deadline >= 0:  # the usual case: asking an abstract class takes longer than all else
         return deadline
     try:
-        found = float(deadline) if isinstance(deadline, Real | np.number) and not isinstance(deadline, bool) else math.nan
+        found = (
+            float(deadline) if isinstance(deadline, Real | np.number) and not isinstance(deadline, bool) else math.nan
+        )
     except OverflowError:  # a whole number that no float can hold
         found = math.nan
     if math.isnan(found):
@@ -102,7 +104,11 @@ def check_threads(threads: int) -> None:
 
 def deadlines(deadline: Any, count: int) -> list[float]:
     """One deadline per image, from one for all or a sequence of them."""
-    if type(deadline) is not float and isinstance(deadline, Sequence | np.ndarray) and not isinstance(deadline, str | bytes):
+    if (
+        type(deadline) is not float
+        and isinstance(deadline, Sequence | np.ndarray)
+        and not isinstance(deadline, str | bytes)
+    ):
         found = [seconds(each) for each in deadline]
         if len(found) != count:
             raise NestlingError(f"found {len(found)} deadlines for {count} images; give one, or one per image")

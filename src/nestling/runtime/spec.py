@@ -10,7 +10,6 @@ from typing import Any
 
 from nestling.errors import NestlingError
 
-
 MOST_VALUES = 2**28  # that an image, or all that is kept of one, may have: a gigabyte in float32
 
 

@@ -264,7 +264,9 @@ class Worker:
             if row.final or stage <= row.best[0]:
                 continue  # an earlier stage again, after its state had to go
             if not numbers[index]:
-                row.fail(ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image"))
+                row.fail(
+                    ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image")
+                )
                 continue
             row.best = (stage, logits[index])
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
