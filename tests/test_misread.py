@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from nestling.recipe import NetworkRecipe
 from torch import Tensor, nn
 
 import nestling
@@ -15,6 +14,7 @@ from nestling.nets.layers import NestedBatchNorm2d
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
 from nestling.nets.registry import build
+from nestling.recipes.recipe import NetworkRecipe
 
 IMAGE = (3, 8, 8)
 
