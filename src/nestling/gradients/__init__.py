@@ -4,7 +4,8 @@
 """
 
 from nestling.gradients.accumulate import Accumulator, backward
+from nestling.gradients.graph import owners_of
 from nestling.gradients.owners import SCOPES, Layout, Piece
 from nestling.gradients.rows import Blocks, Rows
 
-__all__ = ["SCOPES", "Accumulator", "Blocks", "Layout", "Piece", "Rows", "backward"]
+__all__ = ["SCOPES", "Accumulator", "Blocks", "Layout", "Piece", "Rows", "backward", "owners_of"]

@@ -1,11 +1,10 @@
-"""Losses to one gradient row per task, and from there to `.grad`: the only autograd calls of the library.
+"""Losses to one gradient row per task, and from there to `.grad`.
 
 In come scalar losses and parameters; each task's backward runs only through what its loss depends on. Rows of
 several micro-batches are added and combined once. Fills `.grad` (adding, as torch does) and nothing else: any
 optimizer, scheduler, clipping rule and parameter group follows. It does not know how rows are combined.
 """
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 
@@ -15,43 +14,29 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import (
-    Named,
     Params,
     check_combine,
     check_losses,
+    check_refresh,
+    check_scaler,
     explained,
     named,
+    nonfinite,
+    nonfinite_gradient,
+    nonfinite_losses,
     refuse_hooks,
-    refuse_nonfinite,
-    refuse_reentrant,
     refuse_sparse,
-    trainable,
+    unreached,
 )
 from nestling.gradients.contract import Combiner, R, Scaler
-from nestling.gradients.owners import Box, Layout, Spec, from_masks, from_owners
-from nestling.gradients.reduce import Reduction, agree, group_of, refuse_wrapped
+from nestling.gradients.graph import mixed, refuse_reentrant, refuse_scaled
+from nestling.gradients.owners import Layout, from_masks, from_owners, tasks_of
+from nestling.gradients.reduce import Reduction, agree, group_of
 from nestling.gradients.rows import Rows
+from nestling.gradients.stacked import refuse_stacked
+from nestling.gradients.trained import Statistics, Trained
 
 Owners = Mapping[str, Tensor] | Mapping[Tensor, Tensor]
-
-
-class _Trained:
-    """A set of parameters that need a gradient at the same time, and what was planned and found for them."""
-
-    def __init__(self, given: Named, net: nn.Module | None) -> None:
-        self.named = trainable(given)
-        self.params = [p for _, p in self.named]
-        refuse_wrapped(self.params)
-        refuse_hooks(self.named)
-        self.device = self.params[0].device
-        self.specs = tuple(Spec.of(p) for p in self.params)
-        self.wholes: list[Box] = [tuple((0, size) for size in spec.stored) for spec in self.specs]
-        # Known from the start with owners, and after the first step between ranks; else found anew each step.
-        self.layout = _remembered(net, self.named, self.specs) if net is not None else None
-        self.used: Layout | None = None
-        self.found = False  # whether the layout is what ranks agreed on rather than given
-        self.agreed: dict[int, list[int]] = {}  # per number of rows, the owner masks all ranks agreed on
-        self.missed = set(range(len(self.params)))  # parameters no task has reached yet
 
 
 class Accumulator(Generic[R]):
@@ -82,9 +67,9 @@ class Accumulator(Generic[R]):
         scaler: Scaler | None = None,
         check: bool | None = None,
     ) -> None:
-        if refresh < 1:
-            raise NestlingError(f"refresh is {refresh}: expected a number of steps, 1 or more")
+        check_refresh(refresh)
         check_combine(combine)
+        check_scaler(scaler)
         self.given = named(params)  # the frozen ones too: they may be unfrozen later
         self.net = params if isinstance(params, nn.Module) else None
         self.combine = combine
@@ -93,14 +78,19 @@ class Accumulator(Generic[R]):
         self.diagnose = diagnose
         self.group = group_of(reduce)
         self.scaler = scaler
-        self.trained: dict[tuple[bool, ...], _Trained] = {}  # kept for good: a captured CUDA graph may read any
+        self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
         self.renew()
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the rows of a step that has begun."""
         self.micro = 0  # micro-batches added since the last fill
+        self.broken = False  # whether a later one failed and left its rows half added
+        self.reached: bool | None = None  # whether any loss reached any parameter; None: none was asked for
+        self.certain = True  # whether the graph could tell who owns what
+        self.wrong: set[int] = set()  # tasks whose loss was not finite, to be told to all ranks
         self.tasks = 0
         self.stored: list[list[Tensor | None]] = []  # a row per task, or a single one of the weighted losses
         self.lone: R | None = None  # the report that goes with a single row
@@ -118,43 +108,63 @@ class Accumulator(Generic[R]):
         With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
         """
         losses = check_losses(losses)
+        self._refuse_broken()
         self._follow()
         if self.micro == 0:
-            self._clear()
+            self.clear()
         elif self.pending:
             raise NestlingError("the ranks already average these rows (final=True): call fill before adding more")
         self._settle_tasks(len(losses))
+        refuse_hooks(self.now.named)
         if self.scaler is not None:  # scaling a one tells the scale without asking the device
             self.scale = self.scaler.scale(torch.ones((), device=self.now.device))
+            refuse_scaled(losses, self.scaler)
         weights = self._weights(len(losses))
+        self.broken = self.micro > 0  # until all went well; a first micro-batch that fails leaves nothing behind
         if weights is not None:
             self._add_weighted(losses, weights)
         else:
             self._add_rows(losses, final)
-            if self.steps == 0 and self.micro == 0 and self.now.missed:  # hidden, or just unused?
-                refuse_reentrant(losses)
+            self._check_owners(losses)
+        self.broken = False
         self.micro += 1
+        for loss in losses:  # else whoever keeps the losses keeps the buffers of all tasks but the last
+            if not loss.is_leaf and not loss._is_view():
+                loss.detach_()
 
     def fill(self) -> R:
         """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""
         if self.micro == 0:
             raise NestlingError("fill found no rows: call add(losses) first")
-        layout = self._settle_layout()
-        if self.group is not None and not self.pending:
-            self.pending = [Reduction(row, self.group) for row in self.stored]
-        for reduction in self.pending:
-            reduction.wait()
+        self._refuse_broken()
         try:
+            self._refuse_unreached()
+            layout = self._settle_layout()
+            if self.check and self.lone is not None and self.group is not None:
+                self._refuse_wrong_losses()
+            if self.group is not None and not self.pending:
+                self.pending = [Reduction(row, self.group) for row in self.stored]
+            for reduction in self.pending:
+                reduction.wait()
             if self.lone is not None:
                 report = self.lone
                 self._put_lone()
             else:
                 assert layout is not None
                 self.now.used = layout  # a captured CUDA graph reads tables that live as long as their layout
-                rows = Rows(self.now.params, layout, self.stored, scale=self.scale, check=self.check, group=self.group)
+                rows = Rows(
+                    self.now.params,
+                    layout,
+                    self.stored,
+                    scale=self.scale,
+                    check=self.check,
+                    group=self.group,
+                    refresh=self.refresh,
+                    certain=self.certain,
+                )
                 report = self.combine(rows)
         finally:
-            self._clear()
+            self.clear()
         self._remember(report)
         return report
 
@@ -163,25 +173,38 @@ class Accumulator(Generic[R]):
         self.steps = 0
         self.last: R | None = None
 
-    def _plan(self) -> _Trained:
-        needed = tuple(p.requires_grad for _, p in self.given)
+    def _plan(self) -> Trained:
+        """What is known of the parameters that need a gradient now: some may be frozen, unfrozen or replaced."""
+        if self.net is not None:
+            now = list(self.net.parameters())
+            if len(now) != len(self.given) or any(p is not q for p, (_, q) in zip(now, self.given, strict=True)):
+                self.given = named(self.net)
+        needed = tuple(id(p) for _, p in self.given if p.requires_grad)  # kept alive there, so ids are not used again
         if needed not in self.trained:
-            self.trained[needed] = _Trained(self.given, self.net if self.owners is None else None)
+            self.trained[needed] = Trained(self.given, self.net if self.owners is None else None)
         return self.trained[needed]
 
     def _follow(self) -> None:
-        """Parameters may be frozen and unfrozen from step to step."""
+        """Parameters may change from step to step."""
         now = self._plan()
         if now is self.now:
             return
         if self.micro:
             changed = sorted({name for name, _ in now.named} ^ {name for name, _ in self.now.named})
+            what = f"{changed[0]} was frozen or unfrozen" if changed else "a parameter was replaced"
             raise NestlingError(
-                f"{changed[0]} was frozen or unfrozen amid a step: expected the same {len(self.now.named)} parameters to "
+                f"{what} amid a step: expected the same {len(self.now.named)} parameters to "
                 f"need a gradient in all its micro-batches; call fill first"
             )
         self.now = now
         self.renew()  # the last weights were those of other parameters
+
+    def _refuse_broken(self) -> None:
+        if self.broken:
+            raise NestlingError(
+                f"micro-batch {self.micro + 1} of this step failed after some of its gradients were added: call clear() "
+                f"and begin the step anew"
+            )
 
     def _settle_tasks(self, tasks: int) -> None:
         if self.now.layout is None and self.owners is not None:
@@ -212,20 +235,17 @@ class Accumulator(Generic[R]):
     def _remember(self, report: R) -> None:
         self.steps += 1
         if self.refresh > 1:
-            if report.weights is None or report.weights.shape[0] != 1:
-                raise NestlingError(
-                    f"refresh={self.refresh} needs one weight per task, but this method and scope give one per "
-                    f"block of parameters: use scope='all', or refresh=1"
-                )
             self.last = report
 
     def _add_rows(self, losses: Sequence[Tensor], final: bool) -> None:
         """A backward per task, with the caller's gradients put aside."""
         early = self.group if final and self.now.layout is not None else None
         before = [p.grad for p in self.now.params]
+        statistics = Statistics(self.net)
         try:
             for task, loss in enumerate(losses):
                 self._add_task(task, loss, retain=task < len(losses) - 1)
+                statistics.settle()
                 if early is not None:
                     self.pending.append(Reduction(self.stored[task], early))
         finally:
@@ -235,7 +255,9 @@ class Accumulator(Generic[R]):
     def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor) -> None:
         """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
         if self.check:
-            refuse_nonfinite(losses)
+            self.wrong.update(nonfinite(losses))
+            if self.group is None:  # else all ranks are told in fill
+                self._refuse_wrong_losses()
         seeds = [w.to(loss).view(loss.shape) for w, loss in zip(weights.unbind(), losses, strict=True)]
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
@@ -250,11 +272,14 @@ class Accumulator(Generic[R]):
             raise explained(error, 0) from error
         finally:
             self.stored = [[p.grad for p in self.now.params]]
+            self.reached = any(p.grad is not None for p in self.now.params)
             for p, grad in zip(self.now.params, before, strict=True):
                 p.grad = grad
 
     @torch.no_grad()
     def _put_lone(self) -> None:
+        if self.check:
+            nonfinite_gradient(self.now.named, self.stored[0])
         for p, grad in zip(self.now.params, self.stored[0], strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
@@ -269,6 +294,7 @@ class Accumulator(Generic[R]):
         wanted = [i for i in range(len(self.now.params)) if boxes is None or self.now.found or boxes[i] is not None]
         if not wanted:
             return
+        self.reached = bool(self.reached)
         cut = [boxes is not None and boxes[i] != self.now.wholes[i] for i in wanted]
         for i, partial in zip(wanted, cut, strict=True):
             kept = row[i]
@@ -286,11 +312,12 @@ class Accumulator(Generic[R]):
         grad, spec = self.now.params[index].grad, self.now.specs[index]
         box = self.now.layout.boxes[task][index] if self.now.layout is not None else None
         if grad is None:
-            return before if before is not None or box is None else self._zeros(index, box)
+            return before if before is not None or box is None else self.now.zeros(index, box)
         if box is None and self.now.found:
-            raise self._disagreement(index)
+            raise self.now.disagreement(index)
         refuse_sparse(grad, self.now.named[index][0])
         self.now.missed.discard(index)
+        self.reached = True
         if not spec.plain:
             grad = grad.permute(spec.memory)
         if box is None or box == self.now.wholes[index]:
@@ -298,47 +325,65 @@ class Accumulator(Generic[R]):
         grad = grad[tuple(slice(start, stop) for start, stop in box)]
         return grad.contiguous() if before is None else before.add_(grad)
 
-    def _zeros(self, index: int, box: Box) -> Tensor:
-        return self.now.params[index].new_zeros([stop - start for start, stop in box])
-
     def _settle_layout(self) -> Layout | None:
         """Who owns what: known, or read off the rows; ranks agree on it once. None for a single row."""
         if self.lone is not None:
             if self.group is not None:
-                self._agree(self._masks())
+                self.now.agree(self._masks(), self.stored, self.lone is not None, self.group)
             return None
         if self.now.layout is None:
             masks = self._masks()
             if self.group is None:
                 return from_masks(self.now.specs, tuple(masks), self.tasks)
-            self.now.layout = from_masks(self.now.specs, tuple(self._agree(masks)), self.tasks)
+            self.now.layout = from_masks(
+                self.now.specs, tuple(self.now.agree(masks, self.stored, False, self.group)), self.tasks
+            )
             self.now.found = True
         return self.now.layout
+
+    def _check_owners(self, losses: Sequence[Tensor]) -> None:
+        """Whether the graph can tell who owns what; looked at again only where it says something new."""
+        if self.steps == 0 and self.micro == 0 and self.now.missed:  # hidden, or just unused?
+            refuse_reentrant(losses)
+        if self.now.layout is not None and not self.now.found:
+            return
+        masks = tuple(self._masks())
+        if masks not in self.now.known:
+            matter = getattr(self.combine, "owners_matter", True)
+            lost = mixed(losses)
+            if lost and matter:
+                raise NestlingError(
+                    "these losses come from a net that was compiled whole, whose graph no longer tells which task uses "
+                    "which parameter, and this method needs to know: pass owners=, such as nestling.gradients.owners_of("
+                    "losses, net.named_parameters()) of one forward pass before compiling; or compile per stage"
+                )
+            if matter and self.check:
+                refuse_stacked(self.now.named, self.stored)
+            self.now.known[masks] = not lost
+        self.certain = self.certain and self.now.known[masks]
+
+    def _refuse_unreached(self) -> None:
+        """Raise if no loss reached any parameter; ranks ask each other at the first step."""
+        reached = self.reached
+        if self.group is not None:
+            if not self.now.met:
+                self.now.met = any(agree([int(reached is not False)], 1, self.now.device, self.group))
+            reached = self.now.met
+        if reached is False:
+            raise unreached(self.now.named)
+
+    def _refuse_wrong_losses(self) -> None:
+        """Raise if a loss was NaN or infinite, on any rank, naming its task."""
+        if self.group is not None:
+            mask = sum(1 << task for task in self.wrong)
+            joined = agree([mask], self.tasks, self.now.device, self.group)[0]
+            self.wrong = set(tasks_of(joined))
+        if self.wrong:
+            raise nonfinite_losses(sorted(self.wrong), self.tasks)
 
     def _masks(self) -> list[int]:
         reached = [[row[i] is not None for row in self.stored] for i in range(len(self.now.params))]
         return [sum(1 << t for t, bit in enumerate(bits) if bit) for bits in reached]
-
-    def _agree(self, masks: list[int]) -> list[int]:
-        """Owner masks joined over the ranks, once; what only other ranks reached is a zero here."""
-        assert self.group is not None
-        count = len(self.stored)
-        if count not in self.now.agreed:
-            self.now.agreed[count] = agree(masks, count, self.now.device, self.group)
-        for i, (mine, joined) in enumerate(zip(masks, self.now.agreed[count], strict=True)):
-            if mine & ~joined:
-                raise self._disagreement(i)
-            for task, row in enumerate(self.stored):
-                if row[i] is None and joined >> task & 1:
-                    like, whole = self.now.params[i], self.now.wholes[i]
-                    row[i] = torch.zeros_like(like) if self.lone is not None else self._zeros(i, whole)
-        return self.now.agreed[count]
-
-    def _disagreement(self, index: int) -> NestlingError:
-        return NestlingError(
-            f"{self.now.named[index][0]} got a gradient from a task that did not reach it on any rank at the first "
-            f"step, when the ranks agreed on what to send each other: pass owners=, or use every parameter in the first step"
-        )
 
 
 def backward(
@@ -360,22 +405,3 @@ def backward(
     losses = check_losses(losses)  # first: where the arguments are swapped, this says so
     once = Accumulator(params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check)
     return once.backward(losses)
-
-
-_layouts: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Layout]]" = weakref.WeakKeyDictionary()
-
-
-def _remembered(net: nn.Module, parameters: Named, specs: tuple[Spec, ...]) -> Layout | None:
-    """The layout of a net that knows its owners; costly to plan, so kept as long as the net lives."""
-    owners = getattr(net, "owners", None)
-    if not callable(owners):
-        return None
-    names = tuple((name, spec) for (name, _), spec in zip(parameters, specs, strict=True))
-    kept = _layouts.get(net)
-    if kept is not None and kept[0] == names:
-        return kept[1]
-    given: Mapping[str, Tensor] = owners()
-    tasks = max((int(mask.max()).bit_length() for mask in given.values() if mask.numel()), default=1)
-    layout = from_owners(parameters, given, tasks)
-    _layouts[net] = (names, layout)
-    return layout

@@ -23,6 +23,12 @@ def named(params: Params) -> Named:
         refuse_wrapped(list(params.parameters()))
     if isinstance(params, torch.optim.Optimizer):
         raise NestlingError("params is an optimizer: expected the model, or its parameters, such as model.parameters()")
+    if isinstance(params, Tensor):
+        raise NestlingError(
+            f"params is one tensor of shape {tuple(params.shape)}: expected a list, such as [parameter], or the model"
+        )
+    if not isinstance(params, Iterable) and not isinstance(params, nn.Module):
+        raise NestlingError(f"params is a {type(params).__name__}: expected the model, or its parameters")
     listed = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
     found: Named = []
     for index, entry in enumerate(listed):
@@ -50,6 +56,11 @@ def trainable(parameters: Named) -> Named:
                 f"{name} is sharded over ranks (DTensor, as FSDP makes them): expected whole parameters on every rank, "
                 f"whose gradients nestling averages itself"
             )
+        if p.is_complex():
+            raise NestlingError(
+                f"{name} is complex ({p.dtype}): expected real parameters; keep its two parts as a real one and use "
+                f"torch.view_as_complex(parameter) in forward"
+            )
         if not p.is_leaf:
             raise NestlingError(
                 f"{name} is the result of an operation, not a leaf: expected parameters, whose "
@@ -71,6 +82,16 @@ def check_combine(combine: object) -> None:
         raise NestlingError(
             f"combine is {found}: expected a combiner, such as nestling.OSGD() or FromTorchJD(aggregator)"
         )
+
+
+def check_refresh(refresh: object) -> None:
+    if not isinstance(refresh, int) or isinstance(refresh, bool) or refresh < 1:
+        raise NestlingError(f"refresh is {refresh!r}: expected a whole number of steps, 1 or more")
+
+
+def check_scaler(scaler: object) -> None:
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise NestlingError(f"scaler is {scaler!r}: expected a torch.amp.GradScaler, or None")
 
 
 def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
@@ -111,23 +132,51 @@ def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
         if not loss.requires_grad:
             raise NestlingError(
                 f"the loss of task {task} has no graph: expected one that depends on the "
-                f"parameters; was it made under no_grad, detached, or from a model in which "
-                f"everything is frozen?"
+                f"parameters; was it made under no_grad, detached, given to backward before, "
+                f"or from a model in which everything is frozen?"
             )
     return losses
 
 
-def refuse_nonfinite(losses: Sequence[Tensor]) -> None:
-    bad = [
-        str(task)
-        for task, good in enumerate(torch.stack([loss.detach() for loss in losses]).isfinite().tolist())
-        if not good
-    ]
-    if bad:
-        raise NestlingError(
-            f"the loss of task {', '.join(bad)} (counted from 0) is NaN or infinite; the others are finite. `.grad` "
-            f"was left alone: look at that task's data and output, or lower the learning rate"
-        )
+def nonfinite(losses: Sequence[Tensor]) -> list[int]:
+    """The tasks whose loss is NaN or infinite. Waits for the device."""
+    finite = torch.stack([loss.detach().reshape(()).double() for loss in losses]).isfinite().tolist()
+    return [task for task, good in enumerate(finite) if not good]
+
+
+def nonfinite_losses(wrong: Sequence[int], tasks: int) -> NestlingError:
+    return NestlingError(
+        f"the loss of task {numbers(wrong)} (counted from 0) is NaN or infinite; {others(wrong, tasks)}. `.grad` was "
+        f"left alone: look at the data and output of what is not finite, or lower the learning rate"
+    )
+
+
+def nonfinite_gradient(parameters: Named, row: Sequence[Tensor | None]) -> None:
+    """Raise if the summed gradient is not finite although the losses were. Waits for the device."""
+    found = [(name, grad) for (name, _), grad in zip(parameters, row, strict=True) if grad is not None]
+    sums = torch.stack([grad.sum().double() for _, grad in found]).isfinite().tolist()
+    for (name, grad), good in zip(found, sums, strict=True):
+        if not good and not grad.isfinite().all().tolist():  # a sum may overflow by itself
+            raise NestlingError(
+                f"the gradient of {name} holds NaN or infinity although every loss is finite. `.grad` was left alone: "
+                f"look for a division by zero or a root of zero in forward, or pass diagnose=True to see which task it is"
+            )
+
+
+def numbers(tasks: Sequence[int]) -> str:
+    return ", ".join(map(str, tasks))
+
+
+def others(wrong: Sequence[int], tasks: int) -> str:
+    """What to say of the tasks that are not wrong."""
+    return "no task's is finite" if len(wrong) == tasks else "the others are finite"
+
+
+def unreached(parameters: Named) -> NestlingError:
+    return NestlingError(
+        f"no loss depends on any of the {len(parameters)} parameters (the first is {parameters[0][0]}): expected those "
+        f"of the model that made the losses; were they replaced since, as by load_state_dict(assign=True)?"
+    )
 
 
 def explained(error: RuntimeError, task: int) -> Exception:
@@ -144,23 +193,6 @@ def explained(error: RuntimeError, task: int) -> Exception:
             f".backward() on them before, and do not use a loss twice"
         )
     return error
-
-
-def refuse_reentrant(losses: Sequence[Tensor]) -> None:
-    """Raise if the graph holds reentrant checkpoints: they hide their parameters from per-task gradients."""
-    seen: set[object] = set()
-    todo = [loss.grad_fn for loss in losses]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise NestlingError(
-                "found reentrant activation checkpointing, which hides its parameters from per-task gradients: use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        todo.extend(following for following, _ in node.next_functions)
 
 
 def refuse_hooks(parameters: Named) -> None:

@@ -28,7 +28,8 @@ class Combiner(Protocol[R_co]):
     """Rows to update: `__call__` reads `rows.gram`, calls `rows.write` once and returns a report.
 
     `fixed` gives weights (tasks,) that depend on no gradient, and the report that goes with them, or None: then
-    one weighted backward does the work of all.
+    one weighted backward does the work of all. One whose weights depend on the rows' values alone and not on who owns
+    what may say so by an attribute `owners_matter = False`: it then also takes nets that were compiled whole.
     """
 
     def __call__(self, rows: Rows) -> R_co: ...

@@ -89,7 +89,7 @@ def plan(layout: Layout, scope: str) -> Plan:
         keyed.setdefault((label, piece.owners, hosts[piece.param]), []).append(index)
     made = Plan(labels, count, [], [], [])
     for (label, owners, _), pieces in keyed.items():
-        parts = _bins(layout, pieces, owners.bit_count() == 1)
+        parts = _bins(layout, pieces)
         made.bins.extend(Bin(label, tasks_of(owners), part) for part in parts)
     made.groups.extend(_groups(layout, keyed))
     made.members.extend(_members(made, layout.tasks))
@@ -111,11 +111,8 @@ def _members(made: Plan, tasks: int) -> list[list[int]]:
     return [products + [number] * (most - len(products)) for products in found]
 
 
-def _bins(layout: Layout, pieces: list[int], private: bool) -> list[list[Segment]]:
-    """Small pieces end to end in bins of about CHUNK entries; large ones alone, cut along their first dimension.
-
-    Private pieces, which need no float64 copy, stay whole.
-    """
+def _bins(layout: Layout, pieces: list[int]) -> list[list[Segment]]:
+    """Small pieces end to end in bins of about CHUNK entries; large ones alone, cut along their first dimension."""
     bins: list[list[Segment]] = []
     pool: list[Segment] = []
     pooled = 0
@@ -129,7 +126,7 @@ def _bins(layout: Layout, pieces: list[int], private: bool) -> list[list[Segment
             pool.append(Segment(index, 0, slices))
             pooled += piece.size
             continue
-        step = slices if private else max(1, CHUNK * slices // piece.size)
+        step = max(1, CHUNK * slices // piece.size)
         bins.extend([Segment(index, start, min(start + step, slices))] for start in range(0, slices, step))
     return [*bins, pool] if pool else bins
 

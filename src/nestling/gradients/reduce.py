@@ -2,12 +2,13 @@
 
 In comes one row (a list of tensors); it is laid flat, reduced with plain `torch.distributed` while the next
 task's backward runs, and handed back as views of the flat buffer. Ranks reduce rows first and project after:
-the other order is wrong. Also: refusing DistributedDataParallel, whose hooks never see per-task gradients.
+the other order is wrong. Also: refusing DistributedDataParallel and FSDP, which average before tasks are combined.
 """
 
 import gc
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,17 +66,32 @@ _cleared: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictiona
 
 
 def refuse_wrapped(params: Sequence[Tensor]) -> None:
-    """Raise if a live DistributedDataParallel wraps any of these parameters. Looks once per first parameter."""
+    """Raise if a live wrapper that averages gradients itself holds any of these parameters. Looks once per first
+    parameter."""
     if not (dist.is_available() and dist.is_initialized()) or _cleared.get(id(params[0])) is params[0]:
         return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second, so only where it is used
+
     ours = {id(p) for p in params}
-    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    if any(id(p) in ours for wrapper in wrappers for p in wrapper.parameters()):
-        raise NestlingError(
+    for found in gc.get_objects():
+        if issubclass(type(found), (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+            wrapper: Any = found
+            if any(id(p) in ours for p in wrapper.parameters()):
+                raise _wrapped(wrapper)
+    _cleared[id(params[0])] = params[0]
+
+
+def _wrapped(wrapper: object) -> NestlingError:
+    if isinstance(wrapper, DistributedDataParallel):
+        return NestlingError(
             "these parameters belong to a model wrapped in DistributedDataParallel, which averages only what one "
             "backward of one loss accumulates and so skips per-task gradients: found a wrapper, expected the bare "
             "module. Drop the wrapper (and every reference to it): nestling.backward averages each task's gradient "
             "over the ranks itself, before combining. Start all ranks from equal weights, e.g. the same seed or "
             "torch.distributed.broadcast"
         )
-    _cleared[id(params[0])] = params[0]
+    return NestlingError(
+        "these parameters belong to a model sharded by FSDP, which adds up what every backward pass gives before tasks "
+        "can be combined: found a sharded model, expected the bare module with whole parameters on every rank. Drop "
+        "fully_shard (or FullyShardedDataParallel): nestling.backward averages each task's gradient over the ranks itself"
+    )

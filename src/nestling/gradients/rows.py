@@ -7,6 +7,7 @@ host (except on a CPU, where there is nothing to wait for). It knows neither los
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.gradients import gpu, kernels
+from nestling.gradients.checks import numbers, others
 from nestling.gradients.owners import Layout, tasks_of
 from nestling.gradients.plan import CHUNK, Plan, Segment, plan
-
-LINE = 1024  # entries summed in float32 before float64 takes over, where that is safe
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Rows:
         scale: Tensor | None = None,
         check: bool = False,
         group: "dist.ProcessGroup | None" = None,
+        refresh: int = 1,
+        certain: bool = True,
     ) -> None:
         self.params = params
         self.layout = layout
@@ -48,6 +50,8 @@ class Rows:
         self.scale = scale
         self.check = check
         self.group = group  # the ranks that hold equal rows, if there are several
+        self.refresh = refresh  # for how many steps the weights are to serve
+        self.certain = certain  # whether the layout says who owns what, and not only where rows may be other than zero
 
     @property
     def tasks(self) -> int:
@@ -102,9 +106,6 @@ class Rows:
         scratch = torch.empty(self.tasks, CHUNK, dtype=torch.float64, device=self.device)
         dots: list[Tensor] = []
         for _, tasks, segments in todo.bins:
-            if len(tasks) == 1 and len(segments) == 1:
-                dots.append(self._square(tasks[0], segments[0], scratch[0]))
-                continue
             wide = [self._flat(task, segments, scratch[task]) for task in tasks]
             dots.extend(torch.dot(wide[i], wide[j]) for i in range(len(wide)) for j in range(i + 1))
         return torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.device)])
@@ -122,28 +123,14 @@ class Rows:
             return flat.double()
         return scratch[: flat.numel()].copy_(flat)
 
-    def _square(self, task: int, segment: Segment, scratch: Tensor) -> Tensor:
-        """Squared norm of entries only one task owns.
-
-        Nothing cancels against them, so float32 sums of LINE entries, added in float64, are as good as float64
-        from the start (2e-9) and cost a third.
-        """
-        part = self._part(task, segment)
-        lines = part.numel() // LINE
-        if part.dtype != torch.float32 or lines < 8:
-            wide = part.double() if part.numel() > scratch.numel() else scratch[: part.numel()].copy_(part)
-            return torch.dot(wide, wide)
-        body, tail = part[: lines * LINE].view(lines, 1, LINE), part[lines * LINE :].double()
-        return torch.bmm(body, body.transpose(1, 2)).sum(dtype=torch.float64) + torch.dot(tail, tail)
-
     def _refuse_nonfinite(self, gram: Tensor) -> None:
         finite = torch.isfinite(gram.sum(0).diagonal()).tolist()
         bad = [task for task, good in enumerate(finite) if not good]
         if bad:
             raise NestlingError(
-                f"the gradient of task {', '.join(map(str, bad))} (counted from 0) holds NaN or infinity; the "
-                f"others are finite. `.grad` was left alone: look at that task's loss, lower the learning rate, "
-                f"or pass a GradScaler as scaler= when training in float16"
+                f"the gradient of task {numbers(bad)} (counted from 0) holds NaN or infinity; "
+                f"{others(bad, self.tasks)}. `.grad` was left alone: look at the loss of what is not, lower the learning "
+                f"rate, or pass a GradScaler as scaler= when training in float16"
             )
 
     @torch.no_grad()
@@ -152,6 +139,7 @@ class Rows:
 
         Where one task owns all of a parameter, the sum is made in place of that task's row, which becomes `.grad`.
         """
+        self._refuse_stale(weights)
         todo = plan(self.layout, scope)
         tables = self._tables(scope)
         if tables is not None and tables.hosted:
@@ -182,6 +170,14 @@ class Rows:
                 for row in self.stored:
                     row[param] = None
 
+    def _refuse_stale(self, weights: Tensor | None) -> None:
+        """Raise where the next steps could not go on with these weights alone."""
+        if self.refresh > 1 and (weights is None or weights.shape[0] != 1):
+            raise NestlingError(
+                f"refresh={self.refresh} needs one weight per task, but this method and scope give one per "
+                f"block of parameters, or none: use scope='all', or refresh=1"
+            )
+
     def _put_row(self, param: int, host: int) -> None:
         """Make a task's row, by now the update, the gradient of a parameter."""
         parameter, spec, update = self.params[param], self.layout.specs[param], self.stored[host][param]
@@ -206,7 +202,8 @@ class Rows:
         per_param = self.layout.per_param()
         owned = [param for param, pieces in enumerate(per_param) if pieces]
         columns = sum(self.params[param].numel() for param in owned)
-        dense = torch.zeros(self.tasks, columns, dtype=self.params[0].dtype, device=self.device)
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.params))
+        dense = torch.zeros(self.tasks, columns, dtype=dtype, device=self.device)
         at = 0
         for param in owned:
             size = self.params[param].numel()
@@ -222,6 +219,7 @@ class Rows:
     @torch.no_grad()
     def write_vector(self, vector: Tensor) -> None:
         """Add an update over all entries, ordered as in `matrix`, to `.grad`, and let the rows go."""
+        self._refuse_stale(None)
         at = 0
         for param, pieces in enumerate(self.layout.per_param()):
             if not pieces:

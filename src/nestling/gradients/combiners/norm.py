@@ -36,6 +36,7 @@ class NormSGD(Weighted):
     """Mean over the owners of each entry of the normalised gradients; importance weighs that mean."""
 
     scope = "block"  # the mean depends on which tasks own an entry, the norm does not
+    owners_matter = True  # in the mean, and in d
 
     def __init__(self, importance: Sequence[float] | None = None, constant: float = 0.5, literal: bool = False) -> None:
         super().__init__(importance)

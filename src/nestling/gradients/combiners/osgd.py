@@ -72,6 +72,8 @@ class OSGD(Prioritised):
 class NormOSGD(OSGD):
     """OSGD of the gradients normalised as in NormSGD."""
 
+    owners_matter = True  # in d
+
     def __init__(
         self,
         order: Order | None = None,

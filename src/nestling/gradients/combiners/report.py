@@ -22,7 +22,7 @@ class Report:
 
     weights: Tensor | None  # (blocks, tasks); None for methods without weights
     gram: Tensor | None = None  # (blocks, tasks, tasks) float64; None when no rows were needed
-    private: Tensor | None = None  # (blocks, tasks) bool: the block holds entries that only this task owns
+    private: Tensor | None = None  # (blocks, tasks) bool: the block holds entries that only this task owns, if known
     method: "Weighted | None" = None
     refreshed: bool = True  # False between two refreshes: weights and Gram are those of the last one
 
@@ -62,8 +62,13 @@ class Report:
     @property
     def flips(self) -> Tensor:
         """Whether a task's head (entries it alone owns) is moved against its own gradient, (tasks,) bool."""
-        if self.weights is None or self.private is None:
+        if self.weights is None:
             return torch.zeros_like(self.norms, dtype=torch.bool)
+        if self.private is None:
+            raise NestlingError(
+                "a net compiled whole does not tell which entries are a task's own, so flips are not known: pass owners= "
+                "to backward, or compile per stage"
+            )
         return ((self.weights < 0) & self.private).any(0)
 
     def stale(self) -> "Report":
@@ -87,5 +92,5 @@ class Report:
             "norms": self.norms.tolist(),
             "cosines": self.cosines.tolist(),
             "kept": self.kept.tolist(),
-            "flips": self.flips.tolist(),
+            "flips": [] if self.weights is not None and self.private is None else self.flips.tolist(),
         }

@@ -21,6 +21,8 @@ class FromTorchJD:
     One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix.
     """
 
+    owners_matter = False
+
     def __init__(self, aggregator: Aggregator) -> None:
         self.aggregator = aggregator
 
@@ -29,7 +31,7 @@ class FromTorchJD:
 
     def __call__(self, rows: Rows) -> Report:
         gram = rows.gram()
-        private = rows.blocks("all").private
+        private = rows.blocks("all").private if rows.certain else None
         if isinstance(self.aggregator, GramianWeightedAggregator):
             weights = rows.agreed(self.aggregator.gramian_weighting(gram[0])[None])
             rows.write(weights)

@@ -6,7 +6,8 @@ on the device, so that nothing is copied there during a step and a changed order
 """
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +26,22 @@ class Weighted:
     random = False  # whether weights are drawn by chance, so that ranks must agree on them
 
     def __init__(self, importance: Sequence[float] | None = None) -> None:
-        self.importance = None if importance is None else tuple(float(k) for k in importance)
-        for task, k in enumerate(self.importance or ()):
-            if not math.isfinite(k) or k < 0:
-                raise NestlingError(f"importance of task {task} is {k}: expected a finite number, 0 or more")
-        if self.importance is not None and sum(self.importance) <= 0:
-            raise NestlingError("importance is zero for every task: expected at least one above zero")
         self._known: dict[tuple[str, int, torch.device], Tensor] = {}
+        self.importance = importance
+
+    @property
+    def importance(self) -> tuple[float, ...] | None:
+        return self._importance
+
+    @importance.setter
+    def importance(self, importance: Sequence[float] | None) -> None:
+        self._importance = None if importance is None else _numbers(importance)
+        self._tell("k", lambda tasks: self._importance_of(tasks))
+
+    @property
+    def owners_matter(self) -> bool:
+        """Whether weights depend on who owns what, and not on the rows' values alone."""
+        return self.scope in ("shared", "block")
 
     def weights(self, gram: Tensor, blocks: Blocks) -> Tensor:
         """(blocks, tasks, tasks) float64 to (blocks, tasks)."""
@@ -55,21 +65,31 @@ class Weighted:
         if self.random:
             weights = rows.agreed(weights)
         rows.write(weights, self.scope)
-        return Report(weights=weights, gram=gram, private=blocks.private, method=self)
+        private = blocks.private if rows.certain else None
+        return Report(weights=weights, gram=gram, private=private, method=self)
 
     def k(self, tasks: int, device: torch.device) -> Tensor:
         """Importance as a tensor (tasks,)."""
-        if self.importance is not None and len(self.importance) != tasks:
-            raise NestlingError(
-                f"importance has {len(self.importance)} numbers for {tasks} losses: expected one per task"
-            )
-        return self._tensor("k", self.importance or (1.0,) * tasks, device, torch.float64)
+        return self._tensor("k", self._importance_of(tasks), device, torch.float64)
+
+    def _importance_of(self, tasks: int) -> tuple[float, ...]:
+        found = self._importance or (1.0,) * tasks
+        if len(found) != tasks:
+            raise NestlingError(f"importance has {len(found)} numbers for {tasks} losses: expected one per task")
+        return found
 
     def _tensor(self, name: str, values: Sequence[float], device: torch.device, dtype: torch.dtype) -> Tensor:
         key = (name, len(values), device)
         if key not in self._known:
             self._known[key] = torch.tensor(values, dtype=dtype).to(device)
         return self._known[key]
+
+    def _tell(self, name: str, values: Callable[[int], Sequence[float]]) -> None:
+        """Change what is known on devices in place: a captured CUDA graph keeps reading these tensors."""
+        for (kind, tasks, _), known in self._known.items():
+            if kind == name:
+                now = torch.tensor(values(tasks), dtype=known.dtype)
+                known.copy_(now.pin_memory() if known.is_cuda else now, non_blocking=True)
 
 
 class Prioritised(Weighted):
@@ -88,40 +108,76 @@ class Prioritised(Weighted):
                 f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(scope, SCOPES)}?"
             )
         self.scope = scope
-        self.order = order if order is None or callable(order) else tuple(order)
         self.epoch = 0
-        if isinstance(self.order, tuple):
-            _check_order(self.order, len(self.order))
+        self.order = order
+
+    @property
+    def order(self) -> Order | None:
+        return self._order
+
+    @order.setter
+    def order(self, order: Order | None) -> None:
+        self._order = order if order is None or callable(order) else _whole_numbers(order)
+        if isinstance(self._order, tuple):
+            _check_order(self._order, len(self._order))
+        self._tell("order", self.priority)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell which epoch it is, for an order that is a function of it. Epochs count from 0. On CUDA the change takes its
         place in the current stream's work, which must be the one that the steps are in."""
         self.epoch = epoch
-        for (name, tasks, _), known in self._known.items():
-            if name == "order":  # in place: a captured CUDA graph keeps reading this tensor
-                order = torch.tensor(self.priority(tasks))
-                known.copy_(order.pin_memory() if known.is_cuda else order, non_blocking=True)
+        self._tell("order", self.priority)
 
     def priority(self, tasks: int) -> tuple[int, ...]:
         """The order of this epoch for a number of tasks, checked."""
         if self.order is None:
             return tuple(range(tasks))
-        order = tuple(self.order(self.epoch)) if callable(self.order) else self.order
+        order = _whole_numbers(self.order(self.epoch)) if callable(self.order) else tuple(self.order)
         _check_order(order, tasks)
         return order
 
     def rank(self, gram: Tensor) -> Tensor | None:
         """The order as an index tensor beside `gram`; None when it is the order of the losses for good."""
         tasks = gram.shape[-1]
-        if not callable(self.order) and self.priority(tasks) == tuple(range(tasks)):
-            return None
         if ("order", tasks, gram.device) in self._known:
             return self._known["order", tasks, gram.device]
+        if not callable(self.order) and self.priority(tasks) == tuple(range(tasks)):
+            return None
         return self._tensor("order", self.priority(tasks), gram.device, torch.int64)
 
     def as_given(self, gram: Tensor) -> Tensor:
         """The order of the losses, as an index tensor."""
         return self._tensor("as given", range(gram.shape[-1]), gram.device, torch.int64)
+
+
+def _numbers(importance: Sequence[float]) -> tuple[float, ...]:
+    """Importance as plain numbers, checked."""
+    learnt = [importance] if isinstance(importance, Tensor) else importance if isinstance(importance, Iterable) else []
+    if any(isinstance(k, Tensor) and k.requires_grad for k in learnt):
+        raise NestlingError(
+            "importance needs a gradient: expected plain numbers, which nothing learns; multiply the losses by your "
+            "learnable weights instead, or pass importance.tolist()"
+        )
+    try:
+        found = tuple(float(k) for k in importance)
+    except (TypeError, ValueError) as error:
+        raise NestlingError(f"importance is {importance!r}: expected one number per task, such as [1, 2, 1]") from error
+    for task, k in enumerate(found):
+        if not math.isfinite(k) or k < 0:
+            raise NestlingError(f"importance of task {task} is {k}: expected a finite number, 0 or more")
+    if sum(found) <= 0:
+        raise NestlingError("importance is zero for every task: expected at least one above zero")
+    return found
+
+
+def _whole_numbers(order: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(task) for task in order)
+    except TypeError as error:
+        raise NestlingError(
+            f"order is {order!r}: expected the tasks from 0, most important first, such as [0, 1, 2], or a function of "
+            f"the epoch"
+        ) from error
 
 
 def _check_order(order: Sequence[int], tasks: int) -> None:

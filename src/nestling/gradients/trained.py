@@ -1,0 +1,133 @@
+"""The parameters that need a gradient at the same time, and what was planned and found for them.
+
+In come parameters with names, and the net they are of; out come their shapes in memory and, where the net knows its
+owners, their Layout. Planned on the host once; parameters may be frozen, unfrozen and replaced between steps.
+"""
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.gradients.checks import Named, refuse_hooks, trainable
+from nestling.gradients.owners import Box, Layout, Spec, from_owners
+from nestling.gradients.reduce import agree, refuse_wrapped
+
+
+class Trained:
+    """A set of parameters that need a gradient at the same time."""
+
+    def __init__(self, given: Named, net: nn.Module | None) -> None:
+        self.named = trainable(given)
+        self.params = [p for _, p in self.named]
+        refuse_wrapped(self.params)
+        refuse_hooks(self.named)
+        self.device = self.params[0].device
+        self.specs = tuple(Spec.of(p) for p in self.params)
+        self.wholes: list[Box] = [tuple((0, size) for size in spec.stored) for spec in self.specs]
+        # Known from the start with owners, and after the first step between ranks; else found anew each step.
+        self.layout = _remembered(net, self.named, self.specs) if net is not None else None
+        self.used: Layout | None = None
+        self.found = False  # whether the layout is what ranks agreed on rather than given
+        self.agreed: dict[int, list[int]] = {}  # per number of rows, the owner masks all ranks agreed on
+        self.missed = set(range(len(self.params)))  # parameters no task has reached yet
+        self.met = False  # whether a loss reached a parameter on any rank
+        self.known: dict[tuple[int, ...], bool] = {}  # owner masks read off a graph: whether it could tell them
+
+    def zeros(self, index: int, box: Box) -> Tensor:
+        return self.params[index].new_zeros([stop - start for start, stop in box])
+
+    def agree(
+        self, masks: list[int], stored: list[list[Tensor | None]], lone: bool, group: dist.ProcessGroup
+    ) -> list[int]:
+        """Owner masks joined over the ranks, once; what only other ranks reached is a zero here."""
+        count = len(stored)
+        if count not in self.agreed:
+            self.agreed[count] = agree(masks, count, self.device, group)
+        for i, (mine, joined) in enumerate(zip(masks, self.agreed[count], strict=True)):
+            if mine & ~joined:
+                raise self.disagreement(i)
+            for task, row in enumerate(stored):
+                if row[i] is None and joined >> task & 1:
+                    row[i] = torch.zeros_like(self.params[i]) if lone else self.zeros(i, self.wholes[i])
+        return self.agreed[count]
+
+    def disagreement(self, index: int) -> NestlingError:
+        return NestlingError(
+            f"{self.named[index][0]} got a gradient from a task that did not reach it on any rank at the first "
+            f"step, when the ranks agreed on what to send each other: pass owners=, or use every parameter in the first step"
+        )
+
+
+class Statistics:
+    """Running statistics that a checkpoint's recomputation moves, once per backward pass; kept at the first move.
+
+    Plain backward recomputes a checkpoint once, and so its batch norms count a batch twice; a pass per task would
+    count it once more for each.
+    """
+
+    def __init__(self, net: nn.Module | None) -> None:
+        modules = [] if net is None else net.modules()
+        held = ([b for b in module._buffers.values() if b is not None] for module in modules)
+        self.buffers = [buffers for buffers in held if buffers]  # per module: torch counts only some changes
+        self.versions = [self._version(buffers) for buffers in self.buffers]
+        self.moved: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Call after each backward pass."""
+        for i, (buffers, version) in enumerate(zip(self.buffers, self.versions, strict=True)):
+            if self._version(buffers) == version:
+                continue
+            if i in self.moved:
+                for buffer, kept in zip(buffers, self.moved[i], strict=True):
+                    buffer.copy_(kept)
+            else:
+                self.moved[i] = [buffer.clone() for buffer in buffers]
+            self.versions[i] = self._version(buffers)
+
+    @staticmethod
+    def _version(buffers: list[Tensor]) -> int:
+        return sum(buffer._version for buffer in buffers)
+
+
+_layouts: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Layout]]" = weakref.WeakKeyDictionary()
+
+
+def _remembered(net: nn.Module, parameters: Named, specs: tuple[Spec, ...]) -> Layout | None:
+    """The layout of a net that knows its owners; costly to plan, so kept as long as the net lives."""
+    if not callable(getattr(net, "owners", None)):
+        return None
+    names = tuple((name, spec) for (name, _), spec in zip(parameters, specs, strict=True))
+    kept = _layouts.get(net)
+    if kept is not None and kept[0] == names:
+        return kept[1]
+    given = _asked(net)
+    tasks = max((int(mask.max()).bit_length() for mask in given.values() if mask.numel()), default=1)
+    layout = from_owners(parameters, given, tasks)
+    _layouts[net] = (names, layout)
+    return layout
+
+
+def _asked(net: nn.Module) -> Mapping[str, Tensor]:
+    """What the net's owners() says, if it speaks of parameters."""
+    try:
+        given = net.owners()  # type: ignore[operator]
+    except Exception as error:
+        raise _unrelated(net, f"raised {error!r}") from error
+    if not isinstance(given, Mapping):
+        raise _unrelated(net, f"gave a {type(given).__name__}")
+    for name, mask in given.items():
+        if not isinstance(mask, Tensor):
+            raise _unrelated(net, f"gave a {type(mask).__name__} for {name!r}")
+    return given
+
+
+def _unrelated(net: nn.Module, found: str) -> NestlingError:
+    return NestlingError(
+        f"{type(net).__name__}.owners() {found}: expected a mapping from parameter names to int64 bit masks, one bit per "
+        f"task. If that method is about something else, pass model.named_parameters() instead of the model"
+    )
