@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward
@@ -107,7 +109,70 @@ def disagree() -> None:
             raise AssertionError("a late parameter was taken")
 
 
-REFUSALS: dict[str, Callable[[], None]] = {"wrapped": refuse, "late": disagree}
+def not_finite() -> None:
+    """A loss or a gradient that is not finite on one rank is refused on all, and nobody waits for anybody."""
+    cases: list[tuple[str, bool, float, str]] = [
+        ("sgd-sum", False, float("nan"), "loss of task 1 (counted from 0)"),
+        ("sgd-sum", True, float("nan"), "gradient of task 1"),
+        ("osgd", False, float("inf"), "gradient of task 1"),
+        ("sgd", False, 0.0, "although every loss is finite"),  # the root of zero
+    ]
+    for method, diagnose, factor, words in cases:
+        net = Nest()
+        x, y = torch.randn(4, 8), torch.randint(4, (4,))
+        losses = net.losses(x, y, odd=1e-6)
+        if dist.get_rank() == 1:
+            losses[1] = losses[1] + net.odd.sqrt().sum() if factor == 0.0 else losses[1] * factor
+        try:
+            backward(losses, net, COMBINERS[method](), diagnose=diagnose)
+        except NestlingError as error:
+            assert words in str(error), (method, error)
+        else:
+            raise AssertionError(f"{method} took a loss times {factor}")
+        assert all(p.grad is None for p in net.parameters())
+
+
+def strangers() -> None:
+    """Losses of another model, with owners found and given."""
+    net, other = Nest(), Nest()
+    x, y = torch.randn(4, 8), torch.randint(4, (4,))
+    given = {name: torch.tensor(7) for name, _ in other.named_parameters()}
+    for owners in (None, given):
+        try:
+            backward(net.losses(x, y), other, COMBINERS["osgd"](), owners=owners)
+        except NestlingError as error:
+            assert "no loss depends on any" in str(error), error
+        else:
+            raise AssertionError("losses of another model were taken")
+
+
+def sharded() -> None:
+    """FSDP2 in every arrangement is refused: its parameters may be whole when backward comes."""
+    for root_only in (True, False):
+        for method in ("osgd", "sgd"):
+            net = Nest()
+            options: dict[str, Any] = {} if root_only else {"reshard_after_forward": False}
+            for layer in [] if root_only else [*net.stages, *net.heads]:
+                fully_shard(layer, **options)
+            fully_shard(net, **options)
+            register_fsdp_forward_method(net, "losses")
+            losses = net.losses(torch.randn(4, 8), torch.randint(4, (4,)))
+            for params in (net, list(net.parameters())):
+                try:
+                    backward(losses, params, COMBINERS[method]())
+                except NestlingError as error:
+                    assert "FSDP" in str(error), error
+                else:
+                    raise AssertionError("a sharded model was taken")
+
+
+REFUSALS: dict[str, Callable[[], None]] = {
+    "wrapped": refuse,
+    "late": disagree,
+    "not finite": not_finite,
+    "strangers": strangers,
+    "sharded": sharded,
+}
 
 
 def main(cases: list[str], folder: str) -> None:

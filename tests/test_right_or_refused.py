@@ -10,17 +10,17 @@ from test_gradients import Nested, assert_same, batch, gradients, losses_of, mak
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nestling.combine import OSGD, SGD, NormOSGD, NormSGD, SumSGD
-from nestling.combine.weighted import Weighted
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward, owners_of
+from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, SumSGD
+from nestling.gradients.combiners.weighted import Weighted
 
 # Ownership where the graph does not tell it.
 
 
 @pytest.fixture
 def compiled() -> "Callable[[nn.Module], Callable[[Tensor], list[Tensor]]]":
-    return lambda net: torch.compile(net, backend="aot_eager")  # type: ignore[return-value]
+    return lambda net: torch.compile(net, backend="aot_eager")
 
 
 def losses_from(outs: list[Tensor], y: Tensor) -> list[Tensor]:
@@ -132,7 +132,7 @@ def test_parameters_that_are_replaced_are_followed(combine: Weighted) -> None:
     rows = Accumulator(net, combine)
     rows.backward(losses_of(net, *batch()))
     net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
-    net.heads[1] = nn.Linear(6, 4)  # type: ignore[index, operator]
+    net.heads[1] = nn.Linear(6, 4)  # type: ignore[operator, assignment]
     rows.backward(losses_of(net, *batch()))
     found = gradients(net)
     net.zero_grad()
@@ -169,7 +169,7 @@ def test_a_micro_batch_that_failed_counts_no_task_twice(combine: Weighted) -> No
     rows.add(losses_of(net, *batch()))
     losses = losses_of(net, *batch())
     with pytest.raises(ValueError, match="luck"):
-        rows.add([*losses[:2], Failing.apply(losses[2])])  # type: ignore[no-untyped-call]
+        rows.add([*losses[:2], Failing.apply(losses[2])])
     for act in (lambda: rows.add(losses_of(net, *batch())), rows.fill):
         with pytest.raises(NestlingError, match=r"micro-batch 2 of this step failed.*clear\(\)"):
             act()
@@ -186,7 +186,7 @@ def test_a_first_micro_batch_that_failed_leaves_nothing_behind() -> None:
     rows = Accumulator(net, OSGD())
     losses = losses_of(net, *batch())
     with pytest.raises(ValueError, match="luck"):
-        rows.add([losses[0], Failing.apply(losses[1]), losses[2]])  # type: ignore[no-untyped-call]
+        rows.add([losses[0], Failing.apply(losses[1]), losses[2]])
     rows.backward(losses_of(net, *batch()))
     found = gradients(net)
     net.zero_grad()
@@ -327,3 +327,26 @@ def test_wrong_arguments_are_refused_in_words(wrong: str) -> None:
     act, words = WRONG[wrong]
     with pytest.raises(NestlingError, match=words):
         act()
+
+
+def test_a_dense_aggregator_sees_every_parameter_in_the_widest_type() -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    from nestling.gradients.combiners.torchjd import FromTorchJD
+
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(6, 6).bfloat16(), [nn.Linear(6, 4) for _ in range(2)]
+    x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    losses = [F.cross_entropy(head(trunk(x.bfloat16()).float()), y) for head in heads]
+    wanted = [
+        torch.autograd.grad(loss, head.weight, retain_graph=True)[0] for loss, head in zip(losses, heads, strict=True)
+    ]
+    every = [p for module in (trunk, *heads) for p in module.parameters()]
+
+    class Total(aggregation.Aggregator):  # type: ignore[name-defined]
+        def forward(self, matrix: Tensor, /) -> Tensor:
+            return matrix.sum(0)
+
+    backward(losses, every, FromTorchJD(Total()))
+    for head, want in zip(heads, wanted, strict=True):
+        assert head.weight.grad is not None and torch.equal(head.weight.grad, want)
+    assert trunk.weight.grad is not None and trunk.weight.grad.dtype == torch.bfloat16
