@@ -186,7 +186,7 @@ def main(cases: list[str], folder: str) -> None:
             save_file(train(case, rank, ranks), f"{folder}/{case}-{rank}-of-{ranks}.safetensors")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.commands.cli.entry
+    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.__main__
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
-from nestling.studies import profile
+from nestling.studies.profile import profile
 from nestling.train import train
 
 NAME = "width-digits"
@@ -32,5 +32,5 @@ def make_runs(folder: Path) -> Path:
     made["alone-1-1"] = recipe(NAME, "sgd", 1, alone=1)  # a seed without the other sizes: of no use to an oracle
     for name, each in made.items():
         train(each, str(folder / name), command=f"nestling train {each.name}", quiet=True)
-        profile.command(str(folder / name), device="cpu", engine="eager", repeats=20)
+        profile(str(folder / name), device="cpu", engine="eager", repeats=20)
     return folder

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report_runs import make_runs
 
-from nestling import report
+from nestling.commands import report
 
 pytestmark = pytest.mark.browser
 FLAGS = [

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nestling.commands.cli import main
+from nestling.commands.evaluate import command
 from nestling.errors import NestlingError
 from nestling.nets import plan
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, override
-from nestling.runs.evaluate import BINS, calibration, command, errors, gallery, judge, top5
+from nestling.runs.evaluate import BINS, calibration, errors, gallery, judge, top5
 from nestling.runs.folder import RunDir
 from nestling.train import train
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nestling.commands.export import command, show
 from nestling.errors import NestlingError
-from nestling.export import command, export_net, show, write
+from nestling.export import export_net, write
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
 from nestling.export.graph import must_trace, write_stage
@@ -329,7 +330,7 @@ def test_exporting_leaves_the_network_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real, short run on the digits."""
-    from nestling import train
+    from nestling.commands import train
 
     path = tmp_path_factory.mktemp("runs") / "digits"
     train.command("digits-width", out=str(path), set=("train.epochs=3",), quiet=True)

@@ -30,6 +30,8 @@ FLOW = """
     __main__
 """
 ROOMS = {room: depth for depth, line in enumerate(FLOW.split("\n")) for room in line.split()}
+# Who speaks beside commands/: how trouble is told, and how far a training is, which may take days, also when Python began it.
+SPEAKERS = {"errors.py", "train/progress.py"}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if "__pycache__" not in path.parts)
 
 
@@ -81,6 +83,33 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pyte
     )
     (source / "nets" / "net.py").write_text(text)
     assert imported_rooms(source / "nets" / "net.py") == {("train", 1), ("data", 2), ("nets", 3), ("files", 5)}
+
+
+def speaks(path: Path) -> list[str]:
+    """Where a file prints, or uses rich to."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        prints = isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "print",
+            "sys.stdout.write",
+            "sys.stderr.write",
+        )
+        if prints or any(name.partition(".")[0] == "rich" for name in names):
+            found.append(f"{path}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_commands_speak(path: Path) -> None:
+    inside = path.relative_to(SOURCE)
+    if inside.parts[0] == "commands" or str(inside) in SPEAKERS:
+        assert inside.parts[0] == "commands" or speaks(path), (
+            f"{inside} does not speak any more: take it out of SPEAKERS"
+        )
+        return
+    assert not speaks(path), "a room returns data; commands/ shows it"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

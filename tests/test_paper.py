@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
-from nestling.paper import command, show
 from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name, train_cells
 from nestling.paper.results import (
     changes,

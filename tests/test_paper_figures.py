@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from safetensors.torch import load_file
 
+from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import plan
-from nestling.paper import command, show
 from nestling.paper.figures import lent
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import read_csv

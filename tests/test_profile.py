@@ -20,15 +20,15 @@ from PIL import Image
 from rich.console import Console
 
 import nestling
-from nestling import export, nets, train
-from nestling.commands import predict
+from nestling import nets
+from nestling.commands import export, predict, profile, train
 from nestling.commands.cli import main
 from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runs import latency as cost
 from nestling.runs.evaluate import OUTPUTS
 from nestling.runs.folder import RunDir
+from nestling.runs.latency import WARM_UP, load_profile
 from nestling.runtime import Abandoned, Pace, Runtime, Stop, confidence
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
@@ -37,7 +37,7 @@ from nestling.runtime.forecast import Trail as Recorded
 from nestling.runtime.runtime import load_source
 from nestling.runtime.work import Row, Trail, Work
 from nestling.runtime.worker import Worker
-from nestling.studies import profile
+from nestling.studies.profile import measure
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def shown(table: Any) -> str:
 def test_a_profile_is_stored_with_the_run_and_read_by_the_runtime(run: Path) -> None:
     result = profile.command(str(run), repeats=20, batch=(1, 4))
     assert "onnxruntime" in shown(profile.show(result))
-    stored = cost.load_profile(RunDir.open(run))
+    stored = load_profile(RunDir.open(run))
     assert stored.array.shape == (20, 3) and (np.diff(stored.array, axis=1) > 0).all()
     assert (stored.engine, stored.threads, stored.batch) == ("onnxruntime", 1, 1)
     assert [each["batch"] for each in result["conditions"]] == [1, 4]
@@ -96,9 +96,9 @@ class Ticks:
 def test_the_clock_is_read_once_before_the_stages_and_once_after_each() -> None:
     net, clock = nets.build(NetworkRecipe("width-digits")), Ticks()
     engine = build_engine(net, "cpu", "eager")
-    found = profile.measure(engine, net, np.zeros((3, 1, 8, 8), np.float32), repeats=4, batch=2, clock=clock)
+    found = measure(engine, net, np.zeros((3, 1, 8, 8), np.float32), repeats=4, batch=2, clock=clock)
     assert found.trace == ((1000.0, 2000.0, 3000.0),) * 4
-    assert clock.time + 1 == (cost.WARM_UP + 4) * (1 + 3)
+    assert clock.time + 1 == (WARM_UP + 4) * (1 + 3)
     assert found.macs == tuple(net.plan.macs(stage) for stage in (1, 2, 3))
 
 

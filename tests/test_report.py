@@ -17,7 +17,7 @@ import pytest
 from report_runs import NAME, make_runs, recipe
 from rich.console import Console
 
-from nestling import report
+from nestling.commands import report
 from nestling.commands.cli import main
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import Recipe

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import nestling
+from nestling.commands import profile
+from nestling.commands.evaluate import command
 from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import DataRecipe, from_dict
 from nestling.runs import shelf
-from nestling.runs.evaluate import command
-from nestling.studies import profile
 
 
 @pytest.mark.parametrize("name", shelf.names())

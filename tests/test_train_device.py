@@ -15,14 +15,16 @@ import torch
 from rich.console import Console
 from test_train import digits, untimed, weights
 
+from nestling import errors
 from nestling.commands.cli import main
+from nestling.commands.evaluate import command as evaluate_command
 from nestling.data import MemorySplit, load
 from nestling.errors import NestlingError
 from nestling.gradients.combiners import OSGD
 from nestling.kernels import Fused
 from nestling.nets import build
 from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, TrainRecipe, override
-from nestling.runs import device, evaluate
+from nestling.runs import evaluate
 from nestling.runs.device import pick_device
 from nestling.runs.folder import RunDir
 from nestling.train import Training, engine, progress, train, train_side_by_side
@@ -196,9 +198,9 @@ def test_an_old_chip_trains_in_float32_and_uncompiled_and_says_why() -> None:
 
 
 def test_messages_are_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "said", set())
+    monkeypatch.setattr(errors, "_said", set())
     for _ in range(3):
-        device.say_once("training without it, slower")
+        errors.say_once("training without it, slower")
     assert capsys.readouterr().err == "nestling: training without it, slower\n"
 
 
@@ -208,7 +210,7 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu() -> None:
         pick_device("cuda")
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
     with pytest.raises(NestlingError, match=r"--device cuda, but .*; use --device auto or cpu"):
-        evaluate.command("width-resnet42-cifar10", device="cuda", sample=True)
+        evaluate_command("width-resnet42-cifar10", device="cuda", sample=True)
 
 
 @pytest.mark.parametrize("wanted", ["tpu", "cuda:99"])
@@ -236,7 +238,7 @@ def test_a_numbered_cpu_is_the_cpu() -> None:
 @pytest.mark.parametrize("wanted", ["gpu", "mps", "cuda:x", ""])
 def test_devices_that_are_none_are_refused(wanted: str) -> None:
     with pytest.raises(NestlingError, match=rf"--device {wanted} is .*; expected auto, cpu or cuda"):
-        evaluate.command("width-resnet42-cifar10", device=wanted, sample=True)
+        evaluate_command("width-resnet42-cifar10", device=wanted, sample=True)
 
 
 def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eagerly(
@@ -245,7 +247,7 @@ def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eag
     """On a CPU a CUDA graph really cannot be had: the run ends as an eager one, and says twice what it went without."""
     recipe = digits("train.average=0.9")
     expected = train(recipe, str(tmp_path / "eager"), quiet=True)
-    monkeypatch.setattr(device, "said", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
     found = train(recipe, str(tmp_path / "fallen"), quiet=True)
     assert found == expected

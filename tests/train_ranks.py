@@ -65,7 +65,7 @@ def main() -> None:
     frozen_run(folder / "frozen")
     timed(folder / "timed", 0.0 if rank == 0 else 1000.0)
     torch.distributed.barrier()
-    os._exit(0)  # as nestling's own command line does under torchrun, and for the same reason: see cli.entry
+    os._exit(0)  # as nestling's own command line does under torchrun, and for the same reason: see __main__.entry
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The one error a user may cause, how a failure is told, and the words "did you mean" needs.
+"""The one error a user may cause, how trouble is told, and the words "did you mean" needs.
 
 NestlingError carries a message that says what was found, what was expected and what to do. The command line
 prints it without a traceback; anything else that is raised is a bug of ours. This room knows nothing else.
@@ -22,6 +22,16 @@ def tell(message: str, as_json: bool, said: bool = False) -> None:
     # Of several ranks that fail together the first one speaks: stdout holds one document.
     if as_json and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"):
         print(json.dumps({"error": message}, indent=2), flush=True)
+
+
+_said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """A message on stderr, the first time only: six runs side by side fall back together."""
+    if message not in _said:
+        _said.add(message)
+        print(f"nestling: {message}", file=sys.stderr, flush=True)
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

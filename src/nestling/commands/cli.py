@@ -1,11 +1,11 @@
 """The command line: COMMANDS, and how each is parsed, run, shown and refused.
 
-A command is a module with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
+A command is a module of this room with two functions. `command(recipe: str, run: str = "", set: tuple[str, ...] = ())` is
 also the Python API: it does the work and returns a dict that JSON can hold; parameters without a default or
 before a `/` are positional, the others --options, tuples are repeated, the docstring (with "Args:") is the help.
 `show(result)` returns a rich renderable for people. A result whose "incomplete" says what is missing is shown, and
 the command has failed; whatever fails has an "error" for --json. Progress goes to stderr. A module is imported
-only when its command is called; this room knows nothing of what a command does.
+only when its command is called; this file knows nothing of what a command does.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from rich.console import Console
@@ -32,25 +31,22 @@ class Command:
     module: str  # holds `command` and `show`
     summary: str
 
-    def exists(self) -> bool:
-        """Whether the module is there, found without importing it (or torch)."""
-        path = Path(__file__).parents[1].joinpath(*self.module.split(".")[1:])
-        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
-
-PLANNED: dict[str, Command] = {
-    "demo": Command("nestling.commands.demo", "train small nests on the digits and write a report, in minutes"),
-    "describe": Command("nestling.commands.describe", "show a network's stages, births and costs"),
-    "data": Command("nestling.commands.data", "fetch or check a data set"),
-    "train": Command("nestling.train", "train a recipe into a run folder, or resume one"),
-    "evaluate": Command("nestling.runs.evaluate", "error, loss and calibration of each stage of a run"),
-    "profile": Command("nestling.studies.profile", "measure the latency of each stage of a run"),
-    "predict": Command("nestling.commands.predict", "answer images, stage by stage, until a deadline"),
-    "export": Command("nestling.export", "write each stage for other engines"),
-    "report": Command("nestling.report", "write run folders up as HTML, Markdown and pictures"),
-    "paper": Command("nestling.paper", "set results beside the paper's"),
+COMMANDS: dict[str, Command] = {
+    name: Command(f"nestling.commands.{name}", summary)
+    for name, summary in {
+        "demo": "train small nests on the digits and write a report, in minutes",
+        "describe": "show a network's stages, births and costs",
+        "data": "fetch or check a data set",
+        "train": "train a recipe into a run folder, or resume one",
+        "evaluate": "error, loss and calibration of each stage of a run",
+        "profile": "measure the latency of each stage of a run",
+        "predict": "answer images, stage by stage, until a deadline",
+        "export": "write each stage for other engines",
+        "report": "write run folders up as HTML, Markdown and pictures",
+        "paper": "set results beside the paper's",
+    }.items()
 }
-COMMANDS: dict[str, Command] = {name: command for name, command in PLANNED.items() if command.exists()}
 
 EVERYWHERE = (
     ("--json", 'print one JSON document on stdout and nothing else there ({"error": ...} where there is no result)'),
@@ -66,42 +62,44 @@ def main(arguments: Sequence[str]) -> int:
     as_json, with_traceback = "--json" in arguments, "--traceback" in arguments
     words = [word for word in arguments if word not in ("--json", "--traceback")]
     try:
-        return answer(words, as_json, with_traceback)
+        try:
+            return run(words, as_json)
+        except BrokenPipeError:
+            raise  # nobody is left to tell
+        except (Exception, KeyboardInterrupt) as error:
+            return failed(error, as_json, with_traceback)
     except BrokenPipeError:
         # The reader (such as `head`) has gone: not an error, but Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
 
-def answer(words: Sequence[str], as_json: bool, with_traceback: bool) -> int:
-    """Run a command line without its options for everywhere; what fails is told, and becomes an exit code."""
-    try:
-        if not words or words[0] in ("-h", "--help"):
-            overview()
-            return 0
-        if words[0] == "--version":
-            print(f"nestling {__version__}")
-            return 0
-        if words[0] not in COMMANDS:
-            near = nearest(words[0], COMMANDS)
-            tell(f"unknown command {words[0]!r}; did you mean {near}? See nestling --help", as_json)
-            return 2
-        return run(words[0], words[1:], as_json)
-    except KeyboardInterrupt as stop:
-        tell(str(stop) or "interrupted", as_json)
-        return int(getattr(stop, "code", 130))
-    except BrokenPipeError:
-        raise  # nobody is left to tell
-    except Exception as error:
-        if with_traceback:
-            traceback.print_exc()
-        expected = isinstance(error, NestlingError | OSError)
-        message = str(error) if expected else f"{type(error).__name__}: {error} (unexpected; --traceback shows where)"
-        tell(message, as_json, said=with_traceback)
-        return 1
+def failed(error: BaseException, as_json: bool, with_traceback: bool) -> int:
+    """Tell why a command failed; the exit code that says so."""
+    if isinstance(error, KeyboardInterrupt):
+        tell(str(error) or "interrupted", as_json)
+        return int(getattr(error, "code", 130))
+    if with_traceback:
+        traceback.print_exception(error)
+    expected = isinstance(error, NestlingError | OSError)
+    message = str(error) if expected else f"{type(error).__name__}: {error} (unexpected; --traceback shows where)"
+    tell(message, as_json, said=with_traceback)
+    return 1
 
 
-def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
+def run(words: Sequence[str], as_json: bool) -> int:
+    """Run the command that the first word names with the others as its arguments, and show what it returns."""
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        overview()
+        return 0
+    if name == "--version":
+        print(f"nestling {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        tell(f"unknown command {name!r}; did you mean {near}? See nestling --help", as_json)
+        return 2
     import tyro  # here, because the overview should not wait for it
 
     module = importlib.import_module(COMMANDS[name].module)
@@ -109,7 +107,7 @@ def run(name: str, arguments: Sequence[str], as_json: bool) -> int:
     try:
         call = tyro.cli(
             later(module.command),
-            args=list(arguments),
+            args=words[1:],
             prog=f"nestling {name}",
             description=helptext(module.command),
             config=style,
@@ -190,15 +188,3 @@ def stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def entry() -> None:
-    """Where the installed `nestling` script begins."""
-    code = main(sys.argv[1:])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Under torchrun: gloo's threads may still be winding up, and tearing them down while the interpreter exits aborts
-        # the process now and then (seen in one of fifteen starts). All files are written: leave without the teardown.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

@@ -7,15 +7,18 @@ What it does meanwhile it says on stderr. Trains nothing.
 import math
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console, Group, RenderableType
-from rich.progress import track
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn, track
 from rich.table import Table
 
 from nestling.data import DATASETS, load
 from nestling.data.cifar10_prepare import Source, prepare
+from nestling.data.download import Show
 from nestling.data.folder import FolderSplit
 from nestling.errors import NestlingError, nearest
 from nestling.recipes.recipe import DataRecipe
@@ -42,7 +45,8 @@ def command(
     if root and name in ("digits", "synthetic"):
         raise NestlingError(f"{name} needs no files, so --root {root} means nothing; leave it out")
     if name == "cifar10":
-        return prepare(Path(root) if root else None, source, say)
+        with download_bar() as bar:
+            return prepare(Path(root) if root else None, source, say, show=bar)
     if name == "folder":
         return check_folder(root, workers, skip_unreadable)
     return described(DataRecipe(name=name))  # type: ignore[arg-type]  # it is in DATASETS
@@ -99,6 +103,16 @@ def show(result: dict[str, object]) -> RenderableType:
             text = f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(f"[bold]{words.get(key, key).replace('_', ' ')}[/]", text)
     return Group(table)
+
+
+@contextmanager
+def download_bar() -> Iterator[Show]:
+    """A bar on stderr from the first piece that arrives; none where there is no terminal."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("download", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def say(message: str) -> None:

@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nestling import report
+from nestling.commands import report
 from nestling.errors import NestlingError
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe
 from nestling.runs.folder import RECIPE, RESULTS, RunDir
 from nestling.runs.latency import PROFILE
-from nestling.studies import profile
+from nestling.studies.profile import profile
 from nestling.train import train
 
 NESTS = ("digits-width", "digits-depth")
@@ -99,7 +99,7 @@ def time_one(path: str, repeats: int) -> None:
     """By the engine that would answer: the fastest there is."""
     run = RunDir.open(path)
     if not run.has(PROFILE) and run.has(RESULTS):
-        profile.command(path, device="cpu", repeats=repeats)
+        profile(path, device="cpu", repeats=repeats)
 
 
 def show(result: dict[str, Any]) -> Any:

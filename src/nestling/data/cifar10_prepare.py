@@ -20,7 +20,7 @@ from safetensors.torch import save
 from nestling.data.cifar10 import CIFAR10, CLASSES, FILE, Facts, cache, read, verify
 from nestling.data.cifar10_forms import BINARY, FORMS, PNG, PYTHON, Form
 from nestling.data.dataset import Images, channel_statistics
-from nestling.data.download import Say, digest, download
+from nestling.data.download import Say, Show, digest, download, unseen
 from nestling.errors import NestlingError, nearest
 from nestling.files import saying, write_atomically
 
@@ -64,6 +64,7 @@ class Search:
     say: Say
     facts: Facts = CIFAR10
     archive: Archive = OFFICIAL
+    show: Show = unseen  # how much of a download has arrived
 
     def folder(self) -> Found:
         """A form of the data set that is on disk already, in root or in a folder of its usual name there."""
@@ -93,7 +94,7 @@ class Search:
             if path.is_file():
                 check_archive(path, archive)
                 return Found(unpack(path, archive.form), str(path))
-        path = download(self.archive.url, self.root / self.archive.file, self.archive.md5, self.say)
+        path = download(self.archive.url, self.root / self.archive.file, self.archive.md5, self.say, show=self.show)
         return Found(unpack(path, self.archive.form), self.archive.url)
 
     def npm(self) -> Found:
@@ -123,6 +124,7 @@ def prepare(
     say: Say,
     facts: Facts = CIFAR10,
     archive: Archive = OFFICIAL,
+    show: Show = unseen,
 ) -> dict[str, object]:
     """Make root/cifar10.safetensors (root None = the cache) from the first source that works, and say which
     it was.
@@ -130,7 +132,7 @@ def prepare(
     began = time.monotonic()
     if source not in get_args(Source):
         raise NestlingError(f"unknown source {source!r}; did you mean {nearest(source, get_args(Source))}?")
-    search = Search(root or cache(), say, facts, archive)
+    search = Search(root or cache(), say, facts, archive, show)
     sources: dict[str, Callable[[], Found]] = {
         "folder": search.folder,
         "archive": search.official,

@@ -1,4 +1,4 @@
-"""A file from the web, once: resumable, with a progress bar, checked against its known checksum.
+"""A file from the web, once: resumable, checked against its known checksum.
 
 Comes in: an address, a place and an md5. Goes out: the whole, checked file at that place. What has arrived
 lies in PLACE.part, so that a broken connection or a killed process loses nothing: the next call asks only for
@@ -14,22 +14,26 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
 from nestling.errors import NestlingError
 from nestling.files import saying
 
 CHUNK = 1 << 18
 Say = Callable[[str], None]
+Show = Callable[[int, int | None], None]  # bytes that are here, bytes in all if the site tells
 
 
 class Broken(Exception):
     """The network failed: nobody answered, or the connection ended."""
 
 
-def download(url: str, path: Path, md5: str, say: Say, timeout: float = 10.0, retries: int = 3) -> Path:
-    """path, holding url's content with that md5.
+def unseen(done: int, total: int | None) -> None:
+    """Progress that nobody watches."""
+
+
+def download(
+    url: str, path: Path, md5: str, say: Say, timeout: float = 10.0, retries: int = 3, show: Show = unseen
+) -> Path:
+    """path, holding url's content with that md5; `show` is told of every piece that arrives.
 
     NestlingError when the site cannot be reached, when the connection keeps breaking, or when the content is
     not what it should be.
@@ -40,11 +44,11 @@ def download(url: str, path: Path, md5: str, say: Say, timeout: float = 10.0, re
     resumed = size_of(part) > 0
     if resumed:
         say(f"going on after the {size_of(part):,} bytes that {part} holds already")
-    arrive(url, part, say, timeout, retries)
+    arrive(url, part, say, timeout, retries, show)
     if resumed and digest(part, "md5") != md5:
         say(f"{part} was not the beginning of this file; starting again")
         part.unlink()
-        arrive(url, part, say, timeout, retries)
+        arrive(url, part, say, timeout, retries, show)
     found = digest(part, "md5")
     if found != md5:
         size = size_of(part)
@@ -57,40 +61,36 @@ def download(url: str, path: Path, md5: str, say: Say, timeout: float = 10.0, re
     return path
 
 
-def arrive(url: str, part: Path, say: Say, timeout: float, retries: int) -> None:
+def arrive(url: str, part: Path, say: Say, timeout: float, retries: int, show: Show) -> None:
     """Fetch into part until it is whole, going on where a connection broke; `retries` times without progress.
 
     A site that does not answer the first time is not asked again: another source may be quicker.
     """
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     left, connected = retries, False
 
-    def show(done: int, total: int | None) -> None:
+    def arrived_so_far(done: int, total: int | None) -> None:
         nonlocal connected
         connected = True
-        bar.update(task, completed=done, total=total)
+        show(done, total)
 
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(part.name, total=None)
-        while True:
-            before = size_of(part)
-            try:
-                return rest(url, part, timeout, show)
-            except Broken as error:
-                if not connected:
-                    raise NestlingError(f"{url} is not reachable ({error})") from error
-                arrived = size_of(part)
-                left = retries if arrived > before else left - 1
-                if left < 0:
-                    raise NestlingError(
-                        f"{url} broke off after {arrived:,} bytes ({error}); run it again to go on from there"
-                    ) from error
-                say(f"{error} after {arrived:,} bytes; going on")
-                time.sleep(0.2)
+    while True:
+        before = size_of(part)
+        try:
+            return rest(url, part, timeout, arrived_so_far)
+        except Broken as error:
+            if not connected:
+                raise NestlingError(f"{url} is not reachable ({error})") from error
+            arrived = size_of(part)
+            left = retries if arrived > before else left - 1
+            if left < 0:
+                raise NestlingError(
+                    f"{url} broke off after {arrived:,} bytes ({error}); run it again to go on from there"
+                ) from error
+            say(f"{error} after {arrived:,} bytes; going on")
+            time.sleep(0.2)
 
 
-def rest(url: str, part: Path, timeout: float, show: Callable[[int, int | None], None]) -> None:
+def rest(url: str, part: Path, timeout: float, show: Show) -> None:
     """One connection: append to part what it lacks. Broken if the connection ends before all is there."""
     have = size_of(part)
     headers = {"User-Agent": "nestling", **({"Range": f"bytes={have}-"} if have else {})}

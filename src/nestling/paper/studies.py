@@ -18,8 +18,8 @@ from nestling.report.latency import conditions
 from nestling.report.runs import Run
 from nestling.report.study import study
 from nestling.runs.folder import WEIGHTS
-from nestling.studies import profile
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
+from nestling.studies.profile import profile
 
 
 def way(recipe: Recipe, settings: Sequence[str] = ()) -> str:
@@ -84,7 +84,7 @@ def measure(runs: Sequence[Run], device: str = "auto") -> list[str]:
     measured = []
     for run in runs:
         if run.results and run.recipe.network not in known and run.folder.has(WEIGHTS):
-            profile.command(str(run.folder.path), device)
+            profile(str(run.folder.path), device)
             known.add(run.recipe.network)
             measured.append(run.name)
     return measured

@@ -7,8 +7,6 @@ terminal, and what is missing. It reads no files.
 from collections.abc import Iterable, Sequence
 from math import isnan
 
-import rich.table
-
 from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes_of
 from nestling.paper.results import ALONE, INDEPENDENT, Row, paper_number
 from nestling.report.content import Cell, Table
@@ -109,16 +107,6 @@ def missing(table: str, means: Iterable[Row]) -> list[str]:
             words = " ".join(f"--strategy {name}" for name in left)
             lacking.append(f"nestling paper {table} --network {network} {words}")
     return lacking
-
-
-def terminal(table: Table) -> rich.table.Table:
-    """A table for people at a terminal."""
-    shown = rich.table.Table(title=table.title, show_lines=True)
-    for cell in table.columns:
-        shown.add_column(cell.text, overflow="fold")  # settings are long words, and all of one matters
-    for line in table.rows:
-        shown.add_row(*("\n".join(filter(None, (f"{c.text} {c.after}".strip(), c.small))) for c in line))
-    return shown
 
 
 def tables(means: Sequence[Row], top5: Sequence[Row], networks: Iterable[str]) -> list[Table]:

@@ -4,11 +4,9 @@ In: auto, cpu, cuda or cuda:1. Out: a torch.device, or a NestlingError that says
 what the device is wanted for.
 """
 
-import sys
-
 import torch
 
-from nestling.errors import NestlingError
+from nestling.errors import NestlingError, say_once
 
 
 def pick_device(wanted: str, setting: str = "train.device=") -> torch.device:
@@ -53,13 +51,3 @@ def no_gpu(device: torch.device) -> str:
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")
-
-
-said: set[str] = set()
-
-
-def say_once(message: str) -> None:
-    """A message on stderr, the first time only: six runs side by side fall back together."""
-    if message not in said:
-        said.add(message)
-        print(f"nestling: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`nestling profile`: how long each stage of a run takes on this device, stored with the run.
+"""How long each stage of a run takes on this device, measured and stored with the run.
 
 In: a run's folder or a trained network's name, a device, engines, batch sizes, threads. Out: profile.json (of a run): the whole
 trace of the first condition (that is what deadline studies and forecasts read) and median, p95 and p99 of every condition.
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from rich.table import Table
 
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet
@@ -30,27 +28,17 @@ from nestling.runtime.runtime import load_source
 SUMMARY = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
 
-def command(
+def profile(
     run: str,
     device: str = "auto",
     engine: str = "auto",
-    threads: tuple[int, ...] = (),
-    batch: tuple[int, ...] = (),
+    threads: tuple[int, ...] = (1,),
+    batch: tuple[int, ...] = (1,),
     repeats: int = 300,
     dry: bool = False,
 ) -> dict[str, Any]:
-    """Measure the latency of every stage of a run on this device and store it with the run.
-
-    Args:
-        run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
-        device: auto, cpu or cuda.
-        engine: auto (the fastest there is), onnx, eager or graph.
-        threads: how many CPU threads, 1 if not given; may be repeated. The first is the profile that others read.
-        batch: images at a time, 1 if not given; may be repeated. The first is the profile that others read.
-        repeats: how often every condition is measured.
-        dry: measure, but store nothing; with --json, every repeat is printed.
-    """
-    device, threads, batch = str(pick_device(device, "--device ")), threads or (1,), batch or (1,)
+    """Measure every condition; the first is the profile that others read. `dry`: store nothing, return every repeat."""
+    device = str(pick_device(device, "--device "))
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
     net, _, folder = load_source(run)
@@ -116,18 +104,3 @@ def measure(
     macs = tuple(net.plan.macs(stage) for stage in net.plan.answering)
     name = device_name(device)
     return Latency(tuple(trace[WARM_UP:]), macs, name, threads, batch, "float32", engine.name)
-
-
-def show(result: dict[str, Any]) -> Table:
-    """A row per condition and stage, for people."""
-    title = f"{result['run']}: milliseconds until each stage's answer ({result['device']}, torch {torch.__version__})"
-    table = Table("engine", "threads", "batch", "stage", "median", "p95", "p99", "MACs", title=title)
-    for condition in result["conditions"]:
-        for row in condition["stages"]:
-            first = row["stage"] == 1
-            cells = [str(condition[key]) if first else "" for key in ("engine", "threads", "batch")]
-            cells += [str(row["stage"]), *(f"{row[key]:.3f}" for key in ("median_ms", "p95_ms", "p99_ms"))]
-            table.add_row(
-                *cells, f"{row['macs']:,}" if "macs" in row else "", end_section=row is condition["stages"][-1]
-            )
-    return table

@@ -5,6 +5,6 @@ schedule.py the learning rate, capabilities.py what the device can do, progress.
 """
 
 from nestling.train.loop import Training
-from nestling.train.run import command, show, train, train_side_by_side
+from nestling.train.run import train, train_side_by_side
 
-__all__ = ["Training", "command", "show", "train", "train_side_by_side"]
+__all__ = ["Training", "train", "train_side_by_side"]

@@ -4,13 +4,10 @@ In: names of steps, a Training, epoch and step. Out: a live line on stderr, and 
 reads; nothing depends on it.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -126,15 +123,3 @@ def state(training: Any, epoch: int, epochs: int) -> str:
             text += "  error " + " ".join(f"{100 * error:.1f}" for error in errors) + " %"
         text += f"  {line['images_per_second']:,.0f} img/s"
     return text
-
-
-def since_process_began() -> float:
-    """Seconds this process has run, when it is our own command (then they went into imports) and Linux tells; else 0."""
-    if Path(sys.argv[0]).name not in ("nestling", "__main__.py"):
-        return 0.0
-    try:
-        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        now = float(Path("/proc/uptime").read_text().split()[0])
-        return max(0.0, now - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0

@@ -1,4 +1,4 @@
-"""Runs from beginning to end: one, or several side by side on one GPU, new or resumed; and the command `nestling train`.
+"""Runs from beginning to end: one, or several side by side on one GPU, new or resumed.
 
 In: recipes and folders. Out: finished run folders and their results. How an epoch is trained is loop.py's business.
 """
@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
-from rich.text import Text
 
 from nestling.data import DataSet, load
 from nestling.errors import NestlingError
-from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import Recipe, flat, override
-from nestling.runs import evaluate
+from nestling.recipes.recipe import Recipe, flat
 from nestling.runs.device import pick_device
 from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
@@ -154,44 +150,3 @@ def join_ranks() -> None:
         if gpus:  # every process its own; what follows asks for "cuda" and means the current one
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
         dist.init_process_group()  # nccl for tensors on GPUs, gloo for those that are not
-
-
-def command(
-    recipe: str = "",
-    /,
-    out: str = "",
-    set: tuple[str, ...] = (),
-    resume: str = "",
-    minutes: float = 0.0,
-    quiet: bool = False,
-) -> dict[str, Any]:
-    """Train a recipe into a run folder, or go on with one that was stopped.
-
-    Recipes: digits-width, digits-even, digits-depth, digits-alternate, digits-together, digits-cascade; the paper's
-    cifar10-width, cifar10-even, cifar10-depth, cifar10-alternate, cifar10-together, cifar10-cascade, imagenet-width,
-    imagenet-depth.
-
-    Args:
-        recipe: a recipe's name, or a recipe.json; not needed with --resume.
-        out: the run's folder; by default runs/RECIPE.
-        set: change a field, key=value, for example train.epochs=3; may be repeated. nestling describe RECIPE lists every field.
-        resume: the folder of a run to go on with.
-        minutes: stop at the end of an epoch after so many minutes, on a GPU up to two epochs later, to be resumed; 0 means never.
-            Ctrl-C and SIGTERM stop at once, with a checkpoint of the last whole epoch.
-        quiet: no progress bar.
-    """
-    if not recipe and not resume:
-        raise NestlingError(f"no recipe was named; give one of {', '.join(RECIPES)}, a recipe.json, or --resume RUN")
-    chosen = override(named(recipe) if recipe else RunDir.open(resume).read_recipe(), set)
-    path = resume or out or f"runs/{chosen.name}"
-    words = " ".join(["nestling train", recipe or f"--resume {resume}", *(f"--set {each}" for each in set)])
-    seconds = 60 * minutes if minutes else float("inf")
-    found = train(chosen, path, bool(resume), words, quiet, seconds, progress.since_process_began())
-    spectator = dist.is_torchelastic_launched() and os.environ.get("RANK") != "0"
-    return {} if spectator else {"run": path, **found}
-
-
-def show(result: dict[str, Any]) -> Table | Text:
-    if "stages" in result:
-        return evaluate.show(result)
-    return Text(f"stopped when time was up; go on with {RunDir(result['run']).going_on()}", overflow="fold")

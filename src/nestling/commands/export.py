@@ -1,7 +1,6 @@
 """`nestling export`: a run's stages as files for other engines, verified before it says done.
 
-In: a run's folder, or a trained network's name. Out: a folder with one graph per stage and a manifest. The work is
-write.py's and quantise.py's.
+In: a run's folder, or a trained network's name. Out: a folder with one graph per stage and a manifest.
 """
 
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.export.write import export_net
+from nestling.export import export_net
 from nestling.recipes.recipe import from_dict
 from nestling.runs import shelf
 from nestling.runs.folder import WEIGHTS
