@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestling.errors import NestlingError
-from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
+from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD, Weighted
 
 EXAMPLES = max(100, settings.default.max_examples if settings.default else 0)
 ZOO = matrices()
@@ -220,6 +220,14 @@ PINS: dict[str, list[float]] = {
 def test_pinned_matrix(name: str) -> None:
     combine = PCGrad(shuffle=False) if name == "pcgrad" else COMBINERS[name]()
     assert run(PINNED, combine)[0].tolist() == pytest.approx(PINS[name], abs=1e-7)
+
+
+@pytest.mark.parametrize("combine", [NormSGD(), NormOSGD()])
+def test_a_zero_gradient_has_weight_zero_where_gradients_are_normalised(combine: Weighted) -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    found, report = run(rows, combine)
+    assert report.weights is not None and report.weights[0, 1].item() == 0.0
+    assert found.norm().item() == pytest.approx(0.25 if isinstance(combine, NormSGD) else 0.5)
 
 
 def test_pcgrad_takes_every_order_in_time() -> None:

@@ -242,3 +242,18 @@ def test_priorities_always_hold_together(deadlines: list[float], steps: list[flo
 def test_wrong_deadlines_are_refused(deadlines: list[float], latencies: list[float]) -> None:
     with pytest.raises(NestlingError):
         from_deadlines(deadlines, latencies)
+
+
+def test_frozen_channels_are_normed_by_their_running_statistics() -> None:
+    """As in inference: a frozen stage answers while a later one trains as it did before."""
+    torch.manual_seed(0)
+    net = Normed()
+    net.norm.running_mean.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0]))  # type: ignore[union-attr]
+    net.norm.running_var.copy_(torch.tensor([4.0, 0.25, 2.0, 9.0]))  # type: ignore[union-attr]
+    x = torch.randn(6, 4, 5, 5)
+    running, batch_ = net.norm.eval()(x), nn.BatchNorm2d(4)(x)
+    greedy = Greedy(net.train(), torch.optim.SGD(net.parameters(), lr=0.1))
+    greedy.start(2)  # births 1, 2, 3, 3: the second channel trains
+    found = net.norm(x)
+    torch.testing.assert_close(found[:, [0, 2, 3]], running[:, [0, 2, 3]])
+    torch.testing.assert_close(found[:, 1], batch_[:, 1])
