@@ -6,9 +6,11 @@ layer. It measures nothing itself.
 """
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
-from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.ops import Conv, Map, Mean, Module, Zip
+from nestling.nets.plan import Node, Plan
 
 BF16 = 2  # bytes
 OPTIMIZER = 6 * 4  # bytes a parameter: gradient written and read, weight and momentum read and written, float32
@@ -20,27 +22,25 @@ def elements(node: Node) -> int:
 
 
 def conv_bytes(plan: Plan, node: Node) -> int:
-    return 3 * BF16 * (elements(plan.by_name[node.reads[0]]) + elements(node)) if node.op == "conv" else 0
+    return 3 * BF16 * (elements(plan.by_name[node.reads[0]]) + elements(node)) if isinstance(node.op, Conv) else 0
 
 
 def other_bytes(plan: Plan, node: Node, readers: int) -> int:
     """What the fused form adds for one node and one image."""
-    moved = (readers - 1) * elements(node) if readers > 1 and node.op != "input" else 0
-    if node.op == "norm":
+    moved = (readers - 1) * elements(node) if readers > 1 and node.reads else 0
+    if node.op.layered and not node.op.weighted:
         moved += 3 * elements(node)
-    elif node.op == "zip":
+    elif isinstance(node.op, Zip):
         moved += (len(node.reads) - 1) * elements(node)
-    elif node.op == "map" and node.function != "relu":
+    elif isinstance(node.op, Map | Mean | Module) and node.op != Map("relu"):
         moved += 2 * (elements(plan.by_name[node.reads[0]]) + elements(node))
     return BF16 * moved
 
 
 def operations(plan: Plan, node: Node) -> int:
     """Forward and both backward products of one image; a multiply-add is two. Every connection of the layer counts."""
-    if node.op not in WEIGHTED:
-        return 0
-    macs = elements(node) * plan.by_name[node.reads[0]].channels // node.groups * prod(node.kernel)
-    return 3 * 2 * macs
+    dense = replace(node, births=(plan.stages,) * node.channels)
+    return 3 * 2 * sum(node.op.macs(dense, plan.reads_of(node)))
 
 
 def floors(plan: Plan, batch: int, bandwidth: float, rate: float) -> dict[str, float]:

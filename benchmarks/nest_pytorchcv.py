@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestling.errors import NestlingError
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
-from nestling.nets.plan import WEIGHTED
 
 GROWTH = "w,w"
 TOLERANCE, DEEP = 1e-12, 1e-10  # staged against whole, float64, relative to the largest logit or 1
@@ -109,7 +108,7 @@ def check_promises(net: NestedNet, x: Tensor) -> dict[str, float]:
 
 def tolerance(net: NestedNet) -> float:
     """An untrained network of more than 500 layers amplifies rounding, in training mode, by more than a hundred times."""
-    return TOLERANCE if sum(node.op in WEIGHTED for node in net.plan.nodes) <= 500 else DEEP
+    return TOLERANCE if sum(node.op.weighted for node in net.plan.nodes) <= 500 else DEEP
 
 
 def training_difference(net: NestedNet, x: Tensor) -> float:

@@ -14,23 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.nets import NestedNet, Plan
-from nestling.nets.net import MAPS, fetch, fold, select
-from nestling.nets.plan import WEIGHTED, Step
+from nestling.nets.net import fetch
+from nestling.nets.ops import BatchNorm, Conv, Linear
+from nestling.nets.plan import Step
 
 
 def stripe(step: Step) -> nn.Module | None:
     """The module of one stripe of one layer, where it has parameters."""
-    node, channels = step.node, len(step.rows)
-    if node.groups > 1 or node.shares or node.function == "module":
-        raise ValueError(f"{node.name}: grouped, shared and foreign layers have no straightforward stripes")
-    if node.op == "conv":
-        shape = (node.kernel, node.stride, node.padding, node.dilation)
-        return nn.Conv2d(len(step.columns), channels, *shape, bias=node.bias)
-    if node.op == "linear":
-        return nn.Linear(len(step.columns), channels, bias=node.bias)
-    if node.op == "norm":
-        return nn.BatchNorm2d(channels, node.eps, node.momentum)
-    return None
+    op, channels = step.op, len(step.rows)
+    if op.grouped or op.given or step.node.shares:
+        raise ValueError(f"{step.node.name}: grouped, shared and foreign layers have no straightforward stripes")
+    if isinstance(op, Conv):
+        numbers: Any = (op.kernel, op.stride, op.padding, op.dilation, op.groups, op.bias)
+        return nn.Conv2d(len(step.wanted[0]), channels, *numbers)
+    if isinstance(op, Linear):
+        return nn.Linear(len(step.wanted[0]), channels, bias=op.bias)
+    return nn.BatchNorm2d(channels, op.eps, op.momentum) if isinstance(op, BatchNorm) else None
 
 
 class Striped(nn.Module):
@@ -61,21 +60,8 @@ def key(step: Step) -> str:
 
 def compute(step: Step, module: nn.Module | None, reads: list[Tensor]) -> Tensor:
     """One stripe of one layer."""
-    node = step.node
-    if module is not None:
-        out: Tensor = module(reads[0])
-        return out
-    if node.op == "map":
-        return MAPS[node.function](reads[0])
-    if node.op == "zip":
-        return fold(node.function, reads)
-    if node.op == "cat":
-        return torch.cat(reads, 1)
-    if node.op == "flatten":
-        return reads[0].flatten(1)
-    wanted = [node.source[row] for row in step.rows]  # select: channels, or zeros where there are none
-    place = {channel: i for i, channel in enumerate(dict.fromkeys(c for c in wanted if c >= 0))}
-    return select(reads[0], tuple(place.get(c, -1) for c in wanted))
+    out: Tensor = step.op.compute(reads) if module is None else module(reads[0])
+    return out
 
 
 @torch.no_grad()
@@ -86,11 +72,11 @@ def copied(net: NestedNet) -> Striped:
         if module is None:
             continue
         theirs, rows = net.layer(step.node.name), torch.tensor(step.rows)
-        columns = torch.tensor(step.columns)
+        columns = torch.tensor(step.wanted[0])
         for name, value in theirs.state_dict().items():
             if name == "num_batches_tracked":
                 continue
-            part = value[rows][:, columns] if name == "weight" and step.node.op in WEIGHTED else value[rows]
+            part = value[rows][:, columns] if name == "weight" and step.op.weighted else value[rows]
             module.state_dict()[name].copy_(part)
     return made.train(net.training)
 

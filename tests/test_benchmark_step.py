@@ -15,6 +15,7 @@ from floor import floors
 from striped import Striped, copied, stripes_step
 
 from nestling.nets import NestedNet, build, plan
+from nestling.nets.ops import BatchNorm, Conv
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 from nestling.train.step import Step
 
@@ -72,7 +73,7 @@ def test_stripes_take_the_same_step(name: str, way: str) -> None:
 def test_the_floor_by_hand() -> None:
     """With a bandwidth of one byte a second bytes alone decide, with a rate of one operation a second operations do."""
     drawn = plan(NetworkRecipe(name="width-digits"))
-    convs = [node for node in drawn.nodes if node.op == "conv"]
+    convs = [node for node in drawn.nodes if isinstance(node.op, Conv)]
     moved = sum(
         3
         * 2
@@ -81,7 +82,7 @@ def test_the_floor_by_hand() -> None:
     )
     bytes_only = floors(drawn, batch=2, bandwidth=1, rate=1e30)
     assert bytes_only["conv"] == pytest.approx(2 * moved) and bytes_only["lump"] == pytest.approx(2 * moved)
-    norms = sum(2 * 3 * n.channels * n.size[0] ** 2 for n in drawn.nodes if n.op == "norm")
+    norms = sum(2 * 3 * n.channels * n.size[0] ** 2 for n in drawn.nodes if isinstance(n.op, BatchNorm))
     assert bytes_only["fused"] > 2 * (moved + norms), "sums, pools and the optimizer come on top"
     work_only = floors(drawn, batch=2, bandwidth=1e30, rate=1)
     assert work_only["lump"] == pytest.approx(6 * 2 * drawn.dense()[1])

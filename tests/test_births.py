@@ -14,7 +14,8 @@ from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import block_levels, depth_links, grow, level_lists, output_links
 from nestling.nets.draft import Draft
-from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.ops import Conv, Flatten, Input, Map, Operation, Select
+from nestling.nets.plan import Node, Plan
 from nestling.nets.settle import check
 from nestling.recipes.recipe import NetworkRecipe
 
@@ -81,7 +82,7 @@ def test_width_and_depth_in_turn() -> None:
 
 def test_stage_4_of_the_alternating_net_adds_the_w4_channels_of_d1_and_d2_blocks() -> None:
     drawn = plan(NetworkRecipe(name="alternate-sparse98"))
-    born = {n.name for n in drawn.nodes if n.op in WEIGHTED and 4 in n.births}
+    born = {n.name for n in drawn.nodes if n.op.weighted and 4 in n.births}
     levels = block_levels(16, 3)
     expected = {
         f"group{g}.block{b}.conv{c}" for g in (1, 2, 3) for b in range(1, 17) for c in (1, 2) if levels[b - 1] < 3
@@ -192,7 +193,7 @@ def test_owners_by_hand() -> None:
 
 def test_programs_by_hand() -> None:
     first, second = tiny().programs
-    assert [step.node.name for step in first.steps if step.node.op in WEIGHTED] == ["one", "two", "head1.linear"]
+    assert [step.node.name for step in first.steps if step.node.op.weighted] == ["one", "two", "head1.linear"]
     assert first.takes == (("input", 1),)
     assert set(first.leaves) == set(second.takes) == {("input", 1), ("norm.relu", 1), ("two.mean", 1)}
     assert second.leaves == ()
@@ -225,7 +226,7 @@ def test_every_channel_reads_only_what_is_born(name: str) -> None:
         for row, birth in enumerate(node.births):
             for read, channels in drawn.parents(node, row):
                 assert all(drawn.by_name[read].births[c] <= birth for c in channels)
-    births = Counter(b for n in drawn.nodes if n.op in WEIGHTED for b in n.births)
+    births = Counter(b for n in drawn.nodes if n.op.weighted for b in n.births)
     assert sorted(births) == list(range(1, drawn.stages + 1)), "no stage is empty"
 
 
@@ -267,36 +268,37 @@ def test_images_that_shrink_away_are_refused() -> None:
         plan(NetworkRecipe(name="depth-sparse98"), shape=(3, 2, 2))
 
 
-def rows(name: str, op: str, reads: tuple[str, ...], births: tuple[int, ...], **more: Any) -> Node:
-    return Node(name, op, reads, births, (2, 2), **more)
+def rows(name: str, op: Operation, reads: tuple[str, ...], births: tuple[int, ...]) -> Node:
+    return Node(name, op, reads, births, (2, 2))
 
 
+RELU = Map("relu")
 BROKEN: list[tuple[list[Node], str]] = [
-    ([rows("a", "conv", ("nobody",), (1,))], "a reads 'nobody', which is not drawn before it"),
-    ([rows("late", "conv", ("input",), (2,)), rows("a", "conv", ("late",), (1, 2))], "born at stage 1, before anything"),
-    ([rows("late", "conv", ("input",), (2,)), rows("a", "map", ("late",), (1,))], "born at stage 1, reads channel 0 of late"),
-    ([rows("wide", "conv", ("input",), (1, 2)), rows("a", "conv", ("wide",), (1, 1))], "work would be wasted"),
-    ([rows("a", "conv", ("input",), (1, 1))], "stage 2 adds nothing"),
+    ([rows("a", Conv(), ("nobody",), (1,))], "a reads 'nobody', which is not drawn before it"),
+    ([rows("late", Conv(), ("input",), (2,)), rows("a", Conv(), ("late",), (1, 2))], "born at stage 1, before anything"),
+    ([rows("late", Conv(), ("input",), (2,)), rows("a", RELU, ("late",), (1,))], "born at stage 1, reads channel 0 of late"),
+    ([rows("wide", Conv(), ("input",), (1, 2)), rows("a", Conv(), ("wide",), (1, 1))], "work would be wasted"),
+    ([rows("a", Conv(), ("input",), (1, 1))], "stage 2 adds nothing"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes, words", BROKEN)
 def test_a_plan_that_breaks_the_rule_is_refused(nodes: list[Node], words: str) -> None:
     last = nodes[-1].name
-    heads = [Node(f"head{s}", "flatten", (last,), (s,) * 4 * nodes[-1].channels, ()) for s in (1, 2)]
-    broken = Plan("broken", (Node("input", "input", (), (1,), (2, 2)), *nodes, *heads), ("head1", "head2"), ("a", "b"))
+    heads = [Node(f"head{s}", Flatten(), (last,), (s,) * 4 * nodes[-1].channels, ()) for s in (1, 2)]
+    broken = Plan("broken", (Node("input", Input(), (), (1,), (2, 2)), *nodes, *heads), ("head1", "head2"), ("a", "b"))
     with pytest.raises(NestlingError, match=words):
         check(broken)
 
 
 def test_groups_that_stripes_cut_through_are_refused() -> None:
     nodes = (
-        Node("input", "input", (), (1,), (2, 2)),
-        rows("a", "conv", ("input",), (1, 2, 2, 2)),
-        rows("b", "conv", ("a",), (1, 2, 2, 2), groups=2),
-        rows("take", "select", ("b",), (1,), source=(0,)),
-        rows("head1", "conv", ("take",), (1,)),
-        rows("head2", "conv", ("b",), (2,)),
+        Node("input", Input(), (), (1,), (2, 2)),
+        rows("a", Conv(), ("input",), (1, 2, 2, 2)),
+        rows("b", Conv(groups=2), ("a",), (1, 2, 2, 2)),
+        rows("take", Select((0,)), ("b",), (1,)),
+        rows("head1", Conv(), ("take",), (1,)),
+        rows("head2", Conv(), ("b",), (2,)),
     )
     with pytest.raises(NestlingError, match="the 2 groups of b do not grow alike at stage 2"):
         check(Plan("broken", nodes, ("head1", "head2"), ("a", "b")))

@@ -21,11 +21,13 @@ from nestling.export import export_net, write
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
 from nestling.export.graph import must_trace, write_stage
-from nestling.export.modules import FORMS, as_onnx
 from nestling.export.torchstage import TorchStage
 from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
+from nestling.nets.ops import BatchNorm, Cat, Conv, GroupNorm, Module, PReLU, Zip
+from nestling.nets.ops.forms import FORMS, as_onnx
+from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runs import shelf
@@ -139,14 +141,14 @@ def other_layers(activation: nn.Module) -> NestedNet:
     draft = Draft("other", (3, 8, 8))
     births = (1,) * 4 + (2,) * 4
     x = draft.conv("stem", "input", births)
-    x = draft.put(Node("gn", "norm", (x,), births, (8, 8), "group", groups=4))
-    x = draft.put(Node("prelu", "norm", (x,), births, (8, 8), "prelu"))
-    x = draft.put(Node("depthwise", "conv", (x,), births, (8, 8), "", (3, 3), (1, 1), (1, 1), groups=8))
-    x = draft.put(Node("own", "map", (x,), births, (8, 8), "module"))
+    x = draft.put(Node("gn", GroupNorm(4), (x,), births, (8, 8)))
+    x = draft.put(Node("prelu", PReLU(), (x,), births, (8, 8)))
+    x = draft.put(Node("depthwise", Conv((3, 3), (1, 1), (1, 1), groups=8), (x,), births, (8, 8)))
+    x = draft.put(Node("own", Module(), (x,), births, (8, 8)))
     y = draft.conv("more", x, births, kernel=1)
-    x = draft.put(Node("most", "zip", (x, y), births, (8, 8), "max"))
-    x = draft.put(Node("join", "cat", (x, y), births + births, (8, 8)))
-    x = draft.put(Node("plain", "norm", (x,), births + births, (8, 8), "batch", affine=False))
+    x = draft.draw("most", Zip("max"), [x, y])
+    x = draft.draw("join", Cat(), [x, y])
+    x = draft.draw("plain", BatchNorm(affine=False), [x])
     heads = [draft.head(stage, x, 5) for stage in (1, 2)]
     net = NestedNet(draft.finish(heads, ("s1", "s2")), {"own": activation}).reset(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -173,9 +175,7 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
     module = kind(*options.get(kind, ())).eval()
     x = torch.randn(2, 4, 8, 8) * 3
     expected = module(x)
-    from nestling.export.freeze import Op
-
-    frozen = Frozen(1, (Op("module", "y", ("input",), tuple(expected.shape[1:]), module=module),), ("input",), (), "y")
+    frozen = Frozen(1, (Op(Module(), "y", ("input",), tuple(expected.shape[1:]), module=module),), ("input",), (), "y")
     import onnxruntime
 
     model = write_stage(frozen, {"input": (4, 8, 8), "y": tuple(expected.shape[1:])})

@@ -23,7 +23,7 @@ from nestling.kernels.aside import Aside, Joined
 from nestling.kernels.cuts import conv_tiles, weight_splits
 from nestling.kernels.forward import Unit, Values, count_readers, fits, fits_sum, items
 from nestling.kernels.launch import elementwise_rows
-from nestling.nets import NestedNet, build, plan
+from nestling.nets import NestedNet, build, ops, plan
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Node, Plan
 from nestling.nets.within import can_live_within, leads, within
@@ -87,7 +87,7 @@ def test_stems_and_widened_shortcuts_are_taken_too(name: str) -> None:
     net = build(NetworkRecipe(name=name)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     fused = Fused(net)
     assert len(fused.stems) == sum(node.reads == (net.plan.input.name,) for node in net.plan.nodes)
-    widened = {node.name for node in net.plan.nodes if -1 in node.source}
+    widened = {node.name for node in net.plan.nodes if -1 in getattr(node.op, "source", ())}
     assert widened and widened <= set(fused.tables)
     for there, back in fused.tables.values():
         assert all(back[channel] == place for place, channel in enumerate(there.tolist()) if channel >= 0)
@@ -295,10 +295,11 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
 
 
 def one_stage(nodes: list[Node], head: str) -> Plan:
-    start = [Node("input", "input", (), (1,) * 8, (8, 8)), Node("norm", "norm", ("input",), (1,) * 8, (8, 8), "batch")]
-    pair = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1)}
-    start += [Node("relu", "map", ("norm",), (1,) * 8, (8, 8), "relu")]
-    start += [Node("conv", "conv", ("relu",), (1,) * 8, (8, 8), **pair)]  # type: ignore[arg-type]
+    made: list[tuple[str, ops.Operation]] = [("norm", ops.BatchNorm()), ("relu", ops.Map("relu"))]
+    made += [("conv", ops.Conv((3, 3), (1, 1), (1, 1)))]
+    start = [Node("input", ops.Input(), (), (1,) * 8, (8, 8))]
+    for name, op in made:
+        start.append(Node(name, op, (start[-1].name,), (1,) * 8, (8, 8)))
     return Plan("drawn", (*start, *nodes), (head,), ("all",))
 
 
@@ -306,15 +307,15 @@ def test_sums_that_stretch_an_image_are_left_to_torch() -> None:
     for size, channels in (((1, 1), 8), ((8, 8), 1)):
         drawn = one_stage([], "conv")
         start, *others = drawn.nodes
-        mean = Node("mean", "map", ("input",), (1,) * channels, size, "module")
-        total = Node("total", "zip", ("mean", "conv"), (1,) * 8, (8, 8), "add")
+        mean = Node("mean", ops.Module(), ("input",), (1,) * channels, size)
+        total = Node("total", ops.Zip("add"), ("mean", "conv"), (1,) * 8, (8, 8))
         drawn = Plan("drawn", (start, mean, *others, total), ("total",), ("all",))
         assert not fits_sum(drawn, total)
         assert [item.gives for item in items(drawn) if isinstance(item, Unit)] == ["conv"], "the sum is by itself"
 
 
 def test_an_answer_is_not_hidden_inside_a_unit() -> None:
-    total = Node("total", "zip", ("input", "conv"), (1,) * 8, (8, 8), "add")
+    total = Node("total", ops.Zip("add"), ("input", "conv"), (1,) * 8, (8, 8))
     assert [item.gives for item in items(one_stage([total], "total")) if isinstance(item, Unit)] == ["total"]
     for head, given in (("conv", "conv"), ("relu", "relu")):
         assert [item.gives for item in items(one_stage([total], head)) if isinstance(item, Unit)] == [given]

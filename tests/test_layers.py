@@ -11,13 +11,13 @@ from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
 from nestling.nets.layers import (
     Cut,
-    NestedBatchNorm2d,
     NestedConv2d,
     NestedGroupNorm,
     NestedLinear,
-    NestedPReLU,
     connections,
 )
+from nestling.nets.ops import BatchNorm, GroupNorm, Operation, PReLU
+from nestling.nets.plan import Node
 from nestling.recipes.recipe import NetworkRecipe
 
 BIRTHS = (1, 1, 2, 2)
@@ -43,26 +43,24 @@ def test_every_row_starts_with_its_own_fan_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [
-        NestedBatchNorm2d(BIRTHS),
-        NestedBatchNorm2d(BIRTHS, affine=False),
-        NestedGroupNorm(BIRTHS, 2),
-        NestedGroupNorm(BIRTHS, 4, affine=False),
-        NestedPReLU(BIRTHS),
-    ],
+    "op",
+    [BatchNorm(), BatchNorm(affine=False), GroupNorm(2), GroupNorm(4, affine=False), PReLU()],
     ids=repr,
 )
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_rows_are_the_rows_of_the_whole(layer: nn.Module, training: bool) -> None:
-    layer = copy.deepcopy(layer).double().train(training)
+def test_rows_are_the_rows_of_the_whole(op: Operation, training: bool) -> None:
+    node = Node("norm", op, ("x",), BIRTHS, (5, 5))
+    layer = op.layer(node, ())
+    assert layer is not None
+    layer = layer.double().train(training)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
     twin = copy.deepcopy(layer)
     whole = layer(x)
-    for rows in (slice(0, 2), torch.tensor([2, 3])):
-        part = twin.rows(x[:, rows], Cut(rows, slice(0)), training)  # type: ignore[operator]
+    for rows, narrow in ((slice(0, 2), (0, 1)), (torch.tensor([2, 3]), (2, 3))):
+        some = op.narrow(node, narrow, [narrow])
+        part = some.staged(twin, Cut(rows, slice(0)), [x[:, rows]], training)
         assert torch.allclose(part, whole[:, rows], rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(layer.buffers(), twin.buffers(), strict=True):
         assert torch.allclose(mine, theirs)

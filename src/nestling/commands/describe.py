@@ -6,7 +6,6 @@ field that --set changes; with --draw an SVG. Works on plans: makes no tensors.
 """
 
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from nestling.errors import NestlingError
 from nestling.files import write_atomically
 from nestling.nets.draw import draw as picture_of
-from nestling.nets.plan import WEIGHTED, Plan
+from nestling.nets.plan import Plan
 from nestling.nets.registry import NETS, Shape, plan
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, from_dict, keys, override, says
@@ -106,7 +105,7 @@ def described(drawn: Plan, whole: Plan) -> dict[str, Any]:
     """The counts of every stage, beside those of the un-nested network."""
     stages = []
     for number, (stage, size) in enumerate(zip(drawn.answering, drawn.sizes, strict=True), start=1):
-        kept, dense = connections(drawn, stage)
+        kept, dense = drawn.connections(stage)
         stages.append(
             {
                 "stage": number,
@@ -125,21 +124,6 @@ def described(drawn: Plan, whole: Plan) -> dict[str, Any]:
     unnested = {"macs": whole.macs(whole.stages), "params": whole.params(whole.stages)}
     shape = [drawn.input.channels, *drawn.input.size]
     return {"shape": shape, "classes": drawn.by_name[drawn.heads[0]].channels, "stages": stages, "unnested": unnested}
-
-
-def connections(drawn: Plan, stage: int) -> tuple[int, int]:
-    """How many weights the rule keeps among the channels that exist by `stage`, and how many there could be."""
-    kept = dense = 0
-    for node in drawn.nodes:
-        if node.op not in WEIGHTED:
-            continue
-        births = drawn.by_name[node.reads[0]].births
-        live = [sum(births[c] <= stage for c in drawn.group_inputs(node, g)) for g in range(node.groups)]
-        for row, birth in enumerate(node.births):
-            if birth <= stage:
-                kept += drawn.fan_in(node, row) * prod(node.kernel)
-                dense += live[drawn.group_of(node, row)] * prod(node.kernel)
-    return kept, dense
 
 
 def write_picture(drawn: Plan, file: str) -> str:

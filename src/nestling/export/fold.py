@@ -9,7 +9,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from nestling.export.freeze import Frozen, Op, own, wire
+from nestling.export.freeze import Frozen, wire
+from nestling.nets.ops.batchnorm import Affine
+from nestling.nets.ops.cat import Cat
+from nestling.nets.ops.conv import Conv
+from nestling.nets.ops.frozen import Op, own
+from nestling.nets.ops.zip import Zip
 
 BLOCK = 16  # channels in a block of the fast layouts of ONNX Runtime; smaller parts would be filled up with zeros
 
@@ -25,9 +30,9 @@ def fold(stages: tuple[Frozen, ...]) -> tuple[Frozen, ...]:
         made = {op.out: op for op in stage.ops}
         ops = []
         for op in stage.ops:
-            if op.kind == "affine":
+            if isinstance(op.does, Affine):
                 before = made.get(op.reads[0])
-                alone = before is not None and before.kind in ("conv", "linear") and readers[before.out] == 1
+                alone = before is not None and before.does.weighted and readers[before.out] == 1
                 op = absorb(before, op) if before is not None and alone else rounded(op)
             ops.append(op)
         folded.append(replace(stage, ops=tuple(ops)))
@@ -55,7 +60,7 @@ def merge(stages: tuple[Frozen, ...]) -> tuple[Frozen, ...]:
         ops: list[Op] = []
         known: dict[str, str] = {}  # joins of this stage that an earlier one has made already
         for op in stage.ops:
-            if op.kind == "cat":
+            if isinstance(op.does, Cat):
                 count = next((k for k in range(len(op.reads), 1, -1) if op.reads[:k] in joined), 0)
                 if count == len(op.reads) and op.out not in (stage.head, *stage.gives):
                     known[op.out] = joined[op.reads]
@@ -64,7 +69,7 @@ def merge(stages: tuple[Frozen, ...]) -> tuple[Frozen, ...]:
                     op = replace(op, reads=(joined[op.reads[:count]], *op.reads[count:]))
             ops.append(replace(op, reads=tuple(known.get(read, read) for read in op.reads)))
         merged.append(replace(stage, ops=tuple(ops)))
-        joined |= {op.reads: op.out for op in stage.ops if op.kind == "cat" and op.out not in known}
+        joined |= {op.reads: op.out for op in stage.ops if isinstance(op.does, Cat) and op.out not in known}
     return wire(tuple(merged))
 
 
@@ -78,7 +83,8 @@ def split(stages: tuple[Frozen, ...], block: int = BLOCK) -> tuple[Frozen, ...]:
         ops: list[Op] = []
         for op in stage.ops:
             join = made.get(op.reads[0])
-            if op.kind != "conv" or join is None or join.kind != "cat" or len(join.reads) != 2 or op.groups > 1:
+            joined = join is not None and isinstance(join.does, Cat) and len(join.reads) == 2
+            if join is None or not joined or not isinstance(op.does, Conv) or op.does.grouped:
                 ops.append(op)
                 continue
             new = shape.get(join.reads[1], (0,))[0]
@@ -95,4 +101,4 @@ def halves(op: Op, join: Op, old: int) -> list[Op]:
     right: Tensor = op.weight[:, old:].contiguous()
     first = replace(op, out=f"{op.out}/old", reads=(join.reads[0],), weight=left, bias=None)
     second = replace(op, out=f"{op.out}/new", reads=(join.reads[1],), weight=right)
-    return [first, second, Op("zip", op.out, (first.out, second.out), op.shape, function="add")]
+    return [first, second, Op(Zip("add"), op.out, (first.out, second.out), op.shape)]

@@ -16,7 +16,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from nestling.export.freeze import Frozen
-from nestling.export.graph import IR, OPSET, WRITERS, Graph, Shapes, info, must_trace
+from nestling.export.graph import IR, OPSET, Graph, Shapes, info, must_trace
 from nestling.runtime.engines.onnx import StageGraph, session_options
 
 
@@ -41,7 +41,7 @@ def write_whole(stages: Sequence[Frozen], shapes: Shapes) -> onnx.ModelProto:
     ends = []
     for number, stage in enumerate(stages, start=1):
         for op in stage.ops:
-            WRITERS[op.kind](graph, op)
+            op.does.write(graph, op)
         ends.append(info(graph.add("Identity", [stage.head], answer(number)), shapes[stage.head]))
     made = helper.make_graph(
         graph.nodes, "whole", [info("input", shapes["input"])], ends, list(graph.constants.values())

@@ -6,12 +6,10 @@ In: a `Frozen` program. Out: a module that takes the tensors of `frozen.takes` a
 
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.export.freeze import Frozen, Op
-from nestling.nets.net import MAPS, ZIPS
+from nestling.export.freeze import Frozen
+from nestling.nets.ops.frozen import Op
 
 
 class TorchStage(nn.Module):
@@ -42,90 +40,12 @@ class TorchStage(nn.Module):
         return (values[self.frozen.head], *(values[name] for name in self.frozen.gives))
 
     def compute(self, index: int, op: Op, reads: list[Tensor]) -> Tensor:
-        if op.kind == "module":
+        if op.module is not None:
             out: Tensor = self.given[str(index)](reads[0])
             return out
         weight: Tensor | None = getattr(self, f"weight{index}", None)
         bias: Tensor | None = getattr(self, f"bias{index}", None)
-        return OPS[op.kind](op, reads, weight, bias)
-
-
-def conv(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    assert op.node is not None and weight is not None
-    return F.conv2d(reads[0], weight, bias, op.node.stride, op.node.padding, op.node.dilation, op.groups)
-
-
-def linear(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    assert weight is not None
-    return F.linear(reads[0], weight, bias)
-
-
-def affine(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    assert weight is not None and bias is not None
-    shape = (-1, *[1] * (reads[0].dim() - 2))
-    return torch.addcmul(bias.view(shape), reads[0], weight.view(shape))
-
-
-def groupnorm(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.group_norm(reads[0], op.groups, weight, bias, op.eps)
-
-
-def prelu(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    assert weight is not None
-    return F.prelu(reads[0], weight)
-
-
-def mapped(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return MAPS[op.function](reads[0])
-
-
-def zipped(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    total = reads[0]
-    for read in reads[1:]:
-        total = ZIPS[op.function](total, read)
-    return total
-
-
-def cat(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return torch.cat(reads, 1)
-
-
-def slice_(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return reads[0][:, op.start : op.stop]
-
-
-def pad(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.pad(reads[0], (0, 0) * (reads[0].dim() - 2) + (0, op.stop))
-
-
-def zero(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = reads[0]
-    return x.new_zeros(x.shape[0], op.stop, *x.shape[2:])
-
-
-def flatten(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return reads[0].flatten(1)
-
-
-def same(op: Op, reads: list[Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return reads[0].clone()  # a copy, because torch.export wants outputs of their own
-
-
-OPS: dict[str, Callable[[Op, list[Tensor], Tensor | None, Tensor | None], Tensor]] = {
-    "conv": conv,
-    "linear": linear,
-    "affine": affine,
-    "groupnorm": groupnorm,
-    "prelu": prelu,
-    "map": mapped,
-    "zip": zipped,
-    "cat": cat,
-    "slice": slice_,
-    "pad": pad,
-    "zero": zero,
-    "flatten": flatten,
-    "same": same,
-}
+        return op.does.compute(reads, weight, bias)
 
 
 def last_uses(frozen: Frozen) -> tuple[tuple[str, ...], ...]:

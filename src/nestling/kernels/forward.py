@@ -16,9 +16,10 @@ from torch import Tensor
 from nestling.kernels import cuts, hopper, launch, narrow, proof
 from nestling.kernels.aside import Aside, Joined
 from nestling.kernels.functions import AddAll, Back, Conv, Done, Fan, Linear, NormRelu, NormReluConv, Weight
-from nestling.nets import NestedNet
+from nestling.nets import NestedNet, ops
 from nestling.nets.plan import Node, Plan
 
+RELU, SUM, HALF = ops.Map("relu"), ops.Zip("add"), ops.Map("pool2")
 CHANNELS = range(8, 129, 8)  # a row of pixels is a whole number of 16 bytes, and a tile fits
 
 
@@ -47,7 +48,7 @@ def items(plan: Plan, on_hopper: bool = False) -> list[Item]:
     found: dict[int, Item] = dict(enumerate(plan.nodes[1:], 1))
     for norm in plan.nodes:
         relu = only(readers[norm.name])
-        if norm.op != "norm" or not fits_norm(norm) or relu is None or relu.function != "relu":
+        if not fits_norm(norm) or relu is None or relu.op != RELU:
             continue
         conv = only(readers[relu.name])
         unit, last = Unit(relu.name, norm), relu
@@ -70,12 +71,12 @@ def only(nodes: list[Node]) -> Node | None:
 
 
 def fits_norm(node: Node) -> bool:
-    return node.function == "batch" and node.affine and node.channels in CHANNELS and len(node.size) == 2
+    affine = isinstance(node.op, ops.BatchNorm) and node.op.affine
+    return affine and node.channels in CHANNELS and len(node.size) == 2
 
 
 def plain(node: Node, stride: int = 1) -> bool:
-    shape = (node.op, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias)
-    return shape == ("conv", (3, 3), (stride, stride), (1, 1), (1, 1), 1, False) and not node.shares
+    return node.op == ops.Conv((3, 3), (stride, stride), (1, 1)) and not node.shares
 
 
 def fits_conv(plan: Plan, node: Node) -> bool:
@@ -99,11 +100,13 @@ def fits_stem(plan: Plan, node: Node) -> bool:
 
 def fits_sum(plan: Plan, node: Node) -> bool:
     small = len(node.size) == 2 and len(node.reads) <= 8 and node.channels in CHANNELS
-    return small and node.op == "zip" and node.function == "add" and all(alike(plan, read, node) for read in node.reads)
+    return small and node.op == SUM and all(alike(plan, read, node) for read in node.reads)
 
 
 def fits_linear(net: NestedNet, node: Node) -> bool:
     """A small linear layer, such as a head."""
+    if not isinstance(node.op, ops.Linear):
+        return False
     layer: Any = net.layer(node.name)
     whole = layer.mask is None and layer.bias is not None and not node.shares
     laid = layer.weight.dtype == torch.float32 and layer.weight.stride(1) == 1
@@ -112,9 +115,11 @@ def fits_linear(net: NestedNet, node: Node) -> bool:
 
 def fits_pick(plan: Plan, node: Node) -> bool:
     """Channels of an image put elsewhere, none of them twice."""
-    taken = [channel for channel in node.source if channel >= 0]
+    if not isinstance(node.op, ops.Select):
+        return False
+    taken = [channel for channel in node.op.source if channel >= 0]
     whole = node.channels in CHANNELS and plan.by_name[node.reads[0]].channels in CHANNELS and len(node.size) == 2
-    return node.op == "select" and whole and len(set(taken)) == len(taken)
+    return whole and len(set(taken)) == len(taken)
 
 
 def alike(plan: Plan, name: str, node: Node) -> bool:
@@ -125,7 +130,7 @@ def alike(plan: Plan, name: str, node: Node) -> bool:
 
 def shortcut_of(plan: Plan, total: Node, conv: Node, place: dict[str, int]) -> str:
     """What a sum of two adds to a convolution, if that is known before the convolution is."""
-    if total.op != "zip" or total.function != "add" or len(total.reads) != 2:
+    if total.op != SUM or len(total.reads) != 2:
         return ""
     (other,) = [read for read in total.reads if read != conv.name] or [""]
     return other if other and place[other] < place[conv.name] and alike(plan, other, conv) else ""
@@ -140,7 +145,7 @@ def fits(net: NestedNet, batch: int) -> bool:
     found = items(net.plan, hopper.runs_on(next(net.parameters()).device))
     units = [item for item in found if isinstance(item, Unit)]
     fused = [unit for unit in units if unit.conv is not None]
-    convs = [node for node in net.plan.nodes if node.op == "conv"]
+    convs = [node for node in net.plan.nodes if isinstance(node.op, ops.Conv)]
     sums = [item for item in found if isinstance(item, Node) and fits_sum(net.plan, item)]
     stems = [node for node in net.plan.nodes[1:] if fits_stem(net.plan, node)]
     sizes = [unit.norm.size for unit in units] + [node.size for node in (*sums, *stems)]
@@ -166,11 +171,11 @@ class Fused:
         masks = {name: net.layer(name).mask for name in convs}  # laid out as the weights are
         self.masks = {n: m if m is None else m.contiguous(memory_format=torch.channels_last) for n, m in masks.items()}
         self.readers = count_readers(self.items, net.plan.heads)
-        self.measured = {n.reads[0] for n in net.plan.nodes if n.op == "norm" and fits_norm(n)}
+        self.measured = {n.reads[0] for n in net.plan.nodes if fits_norm(n)}
         self.aside = Aside(self.shadow.flat.device)
-        picks = [node for node in net.plan.nodes if node.op == "select" and fits_pick(net.plan, node)]
+        picks = [node for node in net.plan.nodes if fits_pick(net.plan, node)]
         self.tables = {node.name: self.table(node) for node in picks}
-        self.linears = {node.name for node in net.plan.nodes if node.op == "linear" and fits_linear(net, node)}
+        self.linears = {node.name for node in net.plan.nodes if fits_linear(net, node)}
 
     def __call__(self, x: Tensor, kept: "Kept | None" = None, known: "Kept | None" = None) -> tuple[Tensor, ...]:
         """The logits. A pass leaves its images in `kept`; that of a subnetwork finds its own among those `known`."""
@@ -208,7 +213,7 @@ class Fused:
                 xs = tuple(self.laid(x.detach()) for x in got)
                 made, moments[item.name] = launch.add_all(xs, item.name in self.measured)
             out = AddAll.apply((made,), *got)
-        elif item.function == "pool2" and whole:
+        elif item.op == HALF and whole:
             made = launch.halve(self.laid(got[0].detach())) if made is None else made
             out = Back.apply(got[0], (made,), launch.halve_back)
         elif item.name in self.tables:
@@ -240,7 +245,7 @@ class Fused:
         name = unit.norm.reads[0]
         z = values.take(name, norm=True)
         shortcut = values.take(unit.shortcut) if unit.shortcut else None
-        halving = unit.conv is not None and unit.conv.stride != (1, 1)
+        halving = unit.conv is not None and not plain(unit.conv)
         done = known.unit(unit) if known is not None else None
         if done is None:
             done = self.compute(unit, z.detach(), None if shortcut is None else shortcut.detach(), moments, not halving)
@@ -287,12 +292,13 @@ class Fused:
 
     def table(self, node: Node) -> tuple[Tensor, Tensor]:
         """Where each channel of a selection comes from, and where each channel of its input goes."""
-        place = {channel: i for i, channel in enumerate(node.source)}
+        assert isinstance(node.op, ops.Select)
+        place = {channel: i for i, channel in enumerate(node.op.source)}
         back = [place.get(channel, -1) for channel in range(self.net.plan.by_name[node.reads[0]].channels)]
         device = self.shadow.flat.device
         there, back_again = (
             torch.tensor(launch.runs(each, self.dtype), dtype=torch.int32, device=device)
-            for each in (node.source, back)
+            for each in (node.op.source, back)
         )
         return there, back_again
 

@@ -7,7 +7,7 @@ no block), heads, and the links between them with the stage at which each link b
 from collections import Counter
 from dataclasses import dataclass
 
-from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.plan import Node, Plan
 
 MOST = 60  # blocks that can still be told apart
 
@@ -58,7 +58,7 @@ def survey(plan: Plan) -> Survey:
 
 def made_block(name: str, nodes: list[Node], is_head: bool) -> Block:
     """A block is as wide as its last layer."""
-    layers = [node for node in nodes if node.op in WEIGHTED]
+    layers = [node for node in nodes if node.op.weighted]
     last = (layers or nodes)[-1]
     kind = "head" if is_head else "block" if layers else "join"
     return Block(name, kind, tuple(sorted(Counter(last.births).items())), last.size)
@@ -67,7 +67,7 @@ def made_block(name: str, nodes: list[Node], is_head: bool) -> Block:
 def block_names(plan: Plan) -> dict[str, str]:
     """The block of every node that belongs to one: layers by what stands before the last dot of their name, unless that
     makes too many; other nodes by the block their name begins with; sums outside all blocks are joins of their own."""
-    layers = [node.name for node in plan.nodes if node.op in WEIGHTED]
+    layers = [node.name for node in plan.nodes if node.op.weighted]
     deepest = max(name.count(".") for name in layers)
     names: dict[str, str] = {}
     for depth in range(deepest, -1, -1):
@@ -78,14 +78,14 @@ def block_names(plan: Plan) -> dict[str, str]:
             break
     known = set(names.values())
     for node in plan.nodes:
-        if node.name in names or node.op == "input":
+        if node.name in names or node is plan.input:
             continue
         parts = node.name.split(".")
         prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         home = next((prefix for prefix in prefixes if prefix in known), None)
         if home:
             names[node.name] = home
-        elif node.op in ("zip", "cat"):
+        elif node.op.joins:
             names[node.name] = node.name
     return names
 

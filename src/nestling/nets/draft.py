@@ -1,4 +1,4 @@
-"""Drawing a plan: one method per kind of layer, each working out the births and sizes of what it draws.
+"""Drawing a plan: `draw` enters any operation, which says itself when its channels are born and how large they are.
 
 In: an input shape and the calls of an architecture (resnet.py, sparse.py, ...). Out: a checked Plan. Births flow by one
 rule: what is computed channel by channel is born with the latest of what it reads (and `settle` moves it later still, to
@@ -6,8 +6,12 @@ the first answer that needs it).
 It makes no tensors and knows no particular network.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
+from nestling.nets.ops import BatchNorm, Conv, Input, Linear, Map, Mean, Operation, Select, Zip
 from nestling.nets.plan import Node, Plan
 from nestling.nets.settle import settle
 
@@ -18,7 +22,7 @@ class Draft:
     def __init__(self, name: str, shape: tuple[int, int, int]) -> None:
         self.name = name
         self.nodes: dict[str, Node] = {}
-        self.put(Node("input", "input", (), (1,) * shape[0], tuple(shape[1:])))
+        self.put(Node("input", Input(), (), (1,) * shape[0], tuple(shape[1:])))
 
     def put(self, node: Node) -> str:
         if node.name in self.nodes:
@@ -30,45 +34,43 @@ class Draft:
         self.nodes[node.name] = node
         return node.name
 
+    def draw(self, name: str, op: Operation, reads: Sequence[str], births: Births | None = None) -> str:
+        """A node of any operation, which says births (unless they are chosen here) and size itself."""
+        read = [self.nodes[x] for x in reads]
+        plain = Node(name, op, tuple(reads), births or (0,) * op.channels(read), op.size(read))
+        return self.put(plain if births else replace(plain, births=op.births(plain, read)))
+
     def births(self, x: str) -> Births:
         return self.nodes[x].births
 
     def conv(self, name: str, x: str, births: Births, kernel: int = 3, stride: int = 1, padding: int = -1) -> str:
         """A convolution without bias; "same" padding unless told otherwise."""
         pad = kernel // 2 if padding < 0 else padding
-        size = tuple((side + 2 * pad - kernel) // stride + 1 for side in self.nodes[x].size)
-        pair = lambda v: (v, v)  # noqa: E731
-        return self.put(Node(name, "conv", (x,), births, size, "", pair(kernel), pair(stride), pair(pad)))
+        return self.draw(name, Conv((kernel, kernel), (stride, stride), (pad, pad)), [x], births)
 
     def norm(self, name: str, x: str) -> str:
         """Batch norm: per channel, so exact under nesting."""
-        return self.put(Node(name, "norm", (x,), self.births(x), self.nodes[x].size, "batch"))
+        return self.draw(name, BatchNorm(), [x])
 
-    def map(self, name: str, x: str, function: str, size: tuple[int, ...] | None = None) -> str:
+    def map(self, name: str, x: str, function: str) -> str:
         """A function of each channel by itself."""
-        node = self.nodes[x]
-        return self.put(Node(name, "map", (x,), node.births, node.size if size is None else size, function))
+        return self.draw(name, Map(function), [x])
 
     def relu(self, x: str) -> str:
         return self.map(f"{x}.relu", x, "relu")
 
     def halve(self, x: str, up: bool = False) -> str:
         """Average pool of 2x2. Of an odd side the last pixel is dropped or, if `up`, averaged by itself."""
-        size = self.nodes[x].size
-        if up and any(side % 2 for side in size):
-            return self.map(f"{x}.half", x, "pool2up", tuple((side + 1) // 2 for side in size))
-        return self.map(f"{x}.half", x, "pool2", tuple(side // 2 for side in size))
+        odd = any(side % 2 for side in self.nodes[x].size)
+        return self.map(f"{x}.half", x, "pool2up" if up and odd else "pool2")
 
     def add(self, name: str, xs: list[str]) -> str:
         """Sum of equal shapes; the sum of one thing is that thing."""
-        if len(xs) == 1:
-            return xs[0]
-        births = tuple(max(column) for column in zip(*(self.births(x) for x in xs), strict=True))
-        return self.put(Node(name, "zip", tuple(xs), births, self.nodes[xs[0]].size, "add"))
+        return xs[0] if len(xs) == 1 else self.draw(name, Zip("add"), xs)
 
     def select(self, name: str, x: str, source: tuple[int, ...], births: Births) -> str:
         """Copy channels: `source` names an input channel for each output channel, -1 for a channel of zeros."""
-        return self.put(Node(name, "select", (x,), births, self.nodes[x].size, source=source))
+        return self.draw(name, Select(source), [x], births)
 
     def widen(self, name: str, x: str, births: Births, stripes: tuple[int, ...], wanted: tuple[int, ...]) -> str:
         """Zero-pad channels inside each stripe, so that stripes stay aligned between groups of different width.
@@ -88,12 +90,12 @@ class Draft:
         """Global average of a normalised activation, then a linear layer on the channels born by `stage`."""
         pooled = f"{x}.mean"
         if pooled not in self.nodes:
-            self.map(pooled, x, "mean", ())
+            self.draw(pooled, Mean(), [x])
         births = self.births(pooled)
         live = tuple(c for c, b in enumerate(births) if b <= stage)
         if len(live) < len(births):
             pooled = self.select(f"head{stage}.take", pooled, live, tuple(births[c] for c in live))
-        return self.put(Node(f"head{stage}.linear", "linear", (pooled,), (stage,) * classes, (), bias=True))
+        return self.draw(f"head{stage}.linear", Linear(bias=True), [pooled], (stage,) * classes)
 
     def finish(self, heads: list[str], sizes: tuple[str, ...]) -> Plan:
         return settle(Plan(self.name, tuple(self.nodes.values()), tuple(heads), sizes))

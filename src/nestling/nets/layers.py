@@ -1,8 +1,8 @@
-"""Nested layers: torch's own layers, told the births of their channels.
+"""Nested layers: torch's own layers, told the births of their channels. What they compute is said by the operation.
 
 In: births of the input and output channels. Called on a whole tensor, a layer is one masked dense operation over all
-stages (training). `rows` computes only the channels of one `Cut`, those born at one stage, from what they may read
-(inference). Masked entries are zero and stay zero. Layers know nothing of the network around them.
+stages (training). A `Cut` says where the parameters of the channels lie that are born at one stage (inference). Masked
+entries are zero and stay zero. Layers know nothing of the network around them.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
+from nestling.nets.ops.conv import Conv
+from nestling.nets.ops.groupnorm import mixed_groups
+from nestling.nets.ops.linear import Linear
+from nestling.nets.ops.weighted import Weighted
 
 Index = slice | Tensor
-Pair = tuple[int, int]
-Geometry = tuple[Pair, Pair, Pair]  # stride, padding and dilation of one use of a convolution
 
 
 def as_index(channels: tuple[int, ...]) -> Index:
@@ -33,7 +35,6 @@ class Cut:
 
     rows: Index
     columns: Index  # a slice, or of shape (rows, columns) for grouped and unsorted layers
-    groups: int = 1
 
     def weight(self, weight: Tensor) -> Tensor:
         if isinstance(self.rows, slice) and isinstance(self.columns, slice):
@@ -53,95 +54,75 @@ def describe_births(births: Births) -> str:
     return "+".join(f"{births.count(stage)}@{stage}" for stage in sorted(set(births)))
 
 
-class NestedConv2d(nn.Conv2d):
-    """A convolution whose row i reads only the input channels born at or before it."""
+class Nested(nn.Module):
+    """A layer with a weight of (rows, columns, *kernel), whose row i reads only the channels born at or before it."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     mask: Tensor | None
+
+    def __init__(self, op: Weighted, births_in: Births, births_out: Births) -> None:
+        super().__init__()
+        rows, columns = len(births_out), len(births_in) // op.groups
+        self.weight = nn.Parameter(torch.empty(rows, columns, *op.kernel))
+        self.register_parameter("bias", nn.Parameter(torch.empty(rows)) if op.bias else None)
+        self.tell(op, births_in, births_out)
+
+    def tell(self, op: Weighted, births_in: Births, births_out: Births) -> None:
+        """What it computes, and the births of the channels on both sides."""
+        self.op, self.births_in, self.births = op, births_in, births_out
+        mask = connections(births_in, births_out, op.groups)
+        # As large as the weight: then many masks are applied in one kernel, and a CPU need not broadcast over pixels.
+        full = mask.view(*mask.shape, *[1] * len(op.kernel)).expand_as(self.weight).to(self.weight).contiguous()
+        self.register_buffer("mask", None if mask.all() else full, persistent=False)
+        self.reset_nested()
+
+    def reset_nested(self, generator: torch.Generator | None = None) -> None:
+        """Weights drawn anew, every row with the fan-in that it really has."""
+        fan_in = connections(self.births_in, self.births, self.op.groups).sum(1)
+        with torch.no_grad():
+            self.op.draw(self.weight, self.bias, fan_in, generator)
+            if self.mask is not None:
+                self.weight.mul_(self.mask)
+
+    def live_weight(self) -> Tensor:
+        return self.weight if self.mask is None else self.weight * self.mask
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, how: Weighted | None = None) -> Tensor:
+        """`weight` is the weight already masked, where the network masks all its layers at once."""
+        return (how or self.op).compute((x,), self.live_weight() if weight is None else weight, self.bias)
+
+    def extra_repr(self) -> str:
+        births = f"births={describe_births(self.births_in)} -> {describe_births(self.births)}"
+        return ", ".join(filter(None, (super().extra_repr(), births)))
+
+
+class NestedConv2d(Nested, nn.Conv2d):  # type: ignore[misc]
+    """torch's convolution with births."""
 
     def __init__(
         self,
         births_in: Births,
         births_out: Births,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = False,
     ) -> None:
-        super().__init__(len(births_in), len(births_out), kernel_size, stride, padding, dilation, groups, bias)
-        self.births_in, self.births_out = births_in, births_out
-        mask = connections(births_in, births_out, groups)
-        # As large as the weight: then many masks are applied in one kernel, and a CPU need not broadcast over pixels.
-        full = None if mask.all() else mask[:, :, None, None].expand_as(self.weight).to(self.weight).contiguous()
-        self.register_buffer("mask", full, persistent=False)
-        self.reset_nested()
-
-    def reset_nested(self, generator: torch.Generator | None = None) -> None:
-        """He's initialisation, every row with the fan-in that it really has."""
-        fan_in = connections(self.births_in, self.births_out, self.groups).sum(1) * self.weight[0, 0].numel()
-        with torch.no_grad():
-            self.weight.normal_(generator=generator).mul_((2.0 / fan_in).sqrt().view(-1, 1, 1, 1).to(self.weight))
-            if self.mask is not None:
-                self.weight.mul_(self.mask)
-            if self.bias is not None:
-                self.bias.zero_()
-
-    def live_weight(self) -> Tensor:
-        return self.weight if self.mask is None else self.weight * self.mask
-
-    def forward(self, x: Tensor, weight: Tensor | None = None, how: Geometry | None = None) -> Tensor:
-        """`weight` is the weight already masked, where the network masks all its layers at once."""
-        weight = self.live_weight() if weight is None else weight
-        stride, padding, dilation = how or self.geometry()
-        return F.conv2d(x, weight, self.bias, stride, padding, dilation, self.groups)
-
-    def rows(self, x: Tensor, cut: Cut, how: Geometry | None = None) -> Tensor:
-        bias = None if self.bias is None else self.bias[cut.rows]
-        stride, padding, dilation = how or self.geometry()
-        return F.conv2d(x, cut.weight(self.weight), bias, stride, padding, dilation, cut.groups)
-
-    def geometry(self) -> Geometry:
-        return self.stride, self.padding, self.dilation  # type: ignore[return-value]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, births={describe_births(self.births_in)} -> {describe_births(self.births_out)}"
+        numbers: Any = (kernel_size, stride, padding, dilation, groups, bias)
+        nn.Conv2d.__init__(self, len(births_in), len(births_out), *numbers)
+        shape: Any = (self.kernel_size, self.stride, self.padding, self.dilation)
+        self.tell(Conv(*shape, groups=groups, bias=bias), births_in, births_out)
 
 
-class NestedLinear(nn.Linear):
-    """A linear layer whose row i reads only the inputs born at or before it."""
-
-    mask: Tensor | None
+class NestedLinear(Nested, nn.Linear):  # type: ignore[misc]
+    """torch's linear layer with births."""
 
     def __init__(self, births_in: Births, births_out: Births, bias: bool = True) -> None:
-        super().__init__(len(births_in), len(births_out), bias)
-        self.births_in, self.births_out = births_in, births_out
-        mask = connections(births_in, births_out)
-        self.register_buffer("mask", None if mask.all() else mask.to(self.weight), persistent=False)
-        self.reset_nested()
-
-    def reset_nested(self, generator: torch.Generator | None = None) -> None:
-        """torch's own range for linear layers, 1/sqrt(fan-in), with each row's real fan-in."""
-        fan_in = connections(self.births_in, self.births_out).sum(1)
-        bound = fan_in.to(self.weight).rsqrt()
-        with torch.no_grad():
-            self.weight.uniform_(-1, 1, generator=generator).mul_(bound[:, None])
-            if self.mask is not None:
-                self.weight.mul_(self.mask)
-            if self.bias is not None:
-                self.bias.uniform_(-1, 1, generator=generator).mul_(bound)
-
-    def live_weight(self) -> Tensor:
-        return self.weight if self.mask is None else self.weight * self.mask
-
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.live_weight() if weight is None else weight, self.bias)
-
-    def rows(self, x: Tensor, cut: Cut) -> Tensor:
-        return F.linear(x, cut.weight(self.weight), None if self.bias is None else self.bias[cut.rows])
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, births={describe_births(self.births_in)} -> {describe_births(self.births_out)}"
+        nn.Linear.__init__(self, len(births_in), len(births_out), bias)
+        self.tell(Linear(bias=bias), births_in, births_out)
 
 
 class NestedBatchNorm2d(nn.BatchNorm2d):
@@ -187,21 +168,13 @@ class NestedGroupNorm(nn.GroupNorm):
     def __init__(self, births: Births, groups: int, eps: float = 1e-5, affine: bool = True) -> None:
         if len(births) % groups:
             raise NestlingError(f"group norm: {len(births)} channels cannot be cut into {groups} equal groups.")
-        size = len(births) // groups
-        for group in range(groups):
-            found = set(births[group * size : (group + 1) * size])
-            if len(found) > 1:
-                raise NestlingError(
-                    f"group norm: group {group} of {groups} holds channels born at stages {sorted(found)}, so an early stage "
-                    "would depend on later ones. Use groups that lie inside stripes."
-                )
+        for group, found in mixed_groups(births, groups):
+            raise NestlingError(
+                f"group norm: group {group} of {groups} holds channels born at stages {found}, so an early stage "
+                "would depend on later ones. Use groups that lie inside stripes."
+            )
         super().__init__(groups, len(births), eps, affine)
         self.births = births
-
-    def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
-        groups = x.shape[1] // (self.num_channels // self.num_groups)
-        weight, bias = affine_rows(self, cut)
-        return F.group_norm(x, groups, weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, births={describe_births(self.births)}"
@@ -213,9 +186,6 @@ class NestedPReLU(nn.PReLU):
     def __init__(self, births: Births) -> None:
         super().__init__(len(births))
         self.births = births
-
-    def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
-        return F.prelu(x, self.weight[cut.rows])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, births={describe_births(self.births)}"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.nets.births import Growth, grow
 from nestling.nets.net import NestedNet, cut_state, follow
-from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.ops import Select
+from nestling.nets.plan import Node, Plan
 from nestling.nets.settle import settle
 from nestling.nets.sketch import Sketch
 from nestling.nets.ties import give_births
@@ -48,7 +49,7 @@ def nest(
     sketch = fitted(read(module, shape, net))
     plan, layers = drawn(sketch, grown, uneven, net)
     settled = settle(plan)
-    given = {n.name: layers[n.name] for n in settled.nodes if n.function == "module"}
+    given = {n.name: layers[n.name] for n in settled.nodes if n.op.given}
     nested = NestedNet(settled, given).train(module.training)
     for node in settled.nodes:
         if node.name in layers and not node.shares:
@@ -56,7 +57,7 @@ def nest(
     everything = {n: tuple(row for row, owned in enumerate(bits) if owned) for n, bits in plan.owners.items()}
     nested.load_state_dict(cut_state(plan, nested, everything, weights(plan, layers)))
     for node in settled.nodes:
-        layer = nested.layer(node.name) if node.op in WEIGHTED else None
+        layer = nested.layer(node.name) if node.op.weighted else None
         if layer is not None and layer.mask is not None:
             layer.weight.data.mul_(layer.mask)
     return nested
@@ -92,15 +93,15 @@ def tail_of(sketch: Sketch, net: str) -> list[Node]:
         for name in node.reads:
             readers[name] = readers.get(name, 0) + 1
     tail = [sketch.nodes[sketch.output]]
-    while tail[0].op not in WEIGHTED:
+    while not tail[0].op.weighted:
         node = tail[0]
-        if node.op not in ("map", "norm", "flatten"):
+        if not node.op.tail:
             raise NestlingError(
-                f"{net}: cannot nest it: its answer comes out of {node.name} ({node.op}), not of one classifier. "
+                f"{net}: cannot nest it: its answer comes out of {node.name} ({node.op.kind}), not of one classifier. "
                 "Expected a last linear layer or convolution, with nothing but pooling and the like after it."
             )
         tail.insert(0, sketch.nodes[node.reads[0]])
-    shared = [node.name for node in tail[:-1] if readers[node.name] > 1] + [n.name for n in tail if n.groups > 1]
+    shared = [node.name for node in tail[:-1] if readers[node.name] > 1] + [n.name for n in tail if n.op.grouped]
     if shared:
         raise NestlingError(
             f"{net}: cannot nest it: {shared[0]} belongs to the classifier but is grouped or read elsewhere too, so that it "
@@ -132,7 +133,8 @@ def drawn(sketch: Sketch, growth: Growth, uneven: bool, net: str) -> tuple[Plan,
         last = source.name
         if len(live) < source.channels:
             last = f"head{stage}.take"
-            nodes.append(Node(last, "select", (source.name,), births, source.size, source=live))
+            op = Select(live, axis=source.op.axis)
+            nodes.append(Node(last, op, (source.name,), births, source.size))
         for node in tail:
             made = f"head{stage}.{node.name}"
             nodes.append(replace(node, name=made, reads=(last,), births=(stage,) * node.channels))
@@ -153,7 +155,5 @@ def weights(plan: Plan, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         if node.name not in layers:
             continue
         for key, value in layers[node.name].state_dict().items():
-            if node.function == "prelu":  # one slope for all becomes a slope for each: every parameter has a birth
-                value = value.expand(node.channels)
-            found[f"{node.name}.{key}"] = value
+            found[f"{node.name}.{key}"] = node.op.adopted(key, value, node)
     return found

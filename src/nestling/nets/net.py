@@ -6,70 +6,20 @@ passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is th
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.layers import (
-    Cut,
-    Geometry,
-    MaskAll,
-    NestedBatchNorm2d,
-    NestedConv2d,
-    NestedGroupNorm,
-    NestedLinear,
-    NestedPReLU,
-    as_index,
-)
-from nestling.nets.plan import WEIGHTED, Node, Plan, Run, Step
+from nestling.nets.layers import Cut, MaskAll
+from nestling.nets.plan import Node, Plan, Run, Step
 
 State = tuple[Tensor, ...]
 
-# What "map" and "zip" nodes may be. "module" maps are modules handed to the net by name.
-MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "pool2": lambda x: F.avg_pool2d(x, 2),
-    "pool2up": lambda x: F.avg_pool2d(x, 2, ceil_mode=True),
-    "maxpool3": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
-    "mean": lambda x: x.mean((2, 3)),
-}
-ZIPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
-
-def make_layer(plan: Plan, node: Node) -> nn.Module | None:
-    """The module that holds a node's parameters, if it has any."""
-    if node.op == "conv":
-        births = plan.by_name[node.reads[0]].births
-        return NestedConv2d(
-            births, node.births, node.kernel, node.stride, node.padding, node.dilation, node.groups, node.bias
-        )
-    if node.op == "linear":
-        return NestedLinear(plan.by_name[node.reads[0]].births, node.births, node.bias)
-    if node.op == "norm":
-        return make_norm(node)
-    return None
-
-
-def make_norm(node: Node) -> nn.Module:
-    if node.function == "batch":
-        return NestedBatchNorm2d(node.births, node.eps, node.momentum, node.affine)
-    if node.function == "group":
-        return NestedGroupNorm(node.births, node.groups, node.eps, node.affine)
-    return NestedPReLU(node.births)
-
-
-def attach(root: nn.Module, path: str, layer: nn.Module) -> None:
+def attach(root: nn.Module, path: str, layer: nn.Module | None) -> None:
     """Hang a layer into the module tree under a dotted name, so that state-dict keys read like the plan."""
     *parents, last = path.split(".")
     for parent in parents:
@@ -83,13 +33,13 @@ class NestedNet(nn.Module):
     """A network of nested subnetworks D_1 ⊂ ... ⊂ D_n, made from a plan."""
 
     def __init__(self, plan: Plan, modules: Mapping[str, nn.Module] | None = None) -> None:
-        """`modules` holds the modules of "module" maps (activations, dropout, ...) by node name."""
+        """`modules` holds the modules of `Module` operations (activations, dropout, ...) by node name."""
         super().__init__()
         self.plan = plan
         given = modules or {}
         for node in plan.nodes:
-            layer = given[node.name] if node.function == "module" else None if node.shares else make_layer(plan, node)
-            if layer is not None:
+            if node.op.layered and not node.shares:
+                layer = given[node.name] if node.op.given else node.op.layer(node, plan.reads_of(node))
                 attach(self, node.name, layer)
         self._last_use = last_uses(plan)
         self._stages: tuple[Stage, ...] | None = None
@@ -122,7 +72,7 @@ class NestedNet(nn.Module):
         Not under torch.compile, which fuses masks by itself, nor under torch.func, which has no rule for such calls."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return {}
-        layers = {n.name: self.layer(n.name) for n in self.plan.nodes if n.op in WEIGHTED and not n.shares}
+        layers = {n.name: self.layer(n.name) for n in self.plan.nodes if n.op.weighted and not n.shares}
         masked = {name: layer for name, layer in layers.items() if masked_layer(name, layer).mask is not None}
         if not masked:
             return {}
@@ -133,20 +83,7 @@ class NestedNet(nn.Module):
 
     def compute(self, node: Node, reads: list[Tensor]) -> Tensor:
         """One node over all its channels; a masked weight may follow what it reads."""
-        if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
-            # A layer that serves several places is used in each with that place's own stride, padding and dilation.
-            how = {"how": geometry(node)} if node.op == "conv" and node.shares else {}
-            out: Tensor = self.layer(node.name)(*reads, **how)
-            return out
-        if node.op == "map":
-            return MAPS[node.function](reads[0])
-        if node.op == "zip":
-            return fold(node.function, reads)
-        if node.op == "cat":
-            return torch.cat(reads, 1)
-        if node.op == "flatten":
-            return reads[0].flatten(1)
-        return select(reads[0], node.source)
+        return node.op.whole(self.layer(node.name) if node.op.layered else None, reads)
 
     @property
     def stages(self) -> "tuple[Stage, ...]":
@@ -175,14 +112,14 @@ class NestedNet(nn.Module):
         """For every parameter, per entry, the tasks whose loss depends on it: bit t is stage t+1, 0 is a masked entry."""
         found: dict[str, Tensor] = {}
         for node in self.plan.nodes:
-            if (node.op not in WEIGHTED and node.op != "norm" and node.function != "module") or node.shares:
+            if not node.op.layered or node.shares:
                 continue
             bits = torch.tensor(self.plan.owners[node.name])
             for name, parameter in self.layer(node.name).named_parameters():
                 owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if parameter.numel() > 1 else bits[:1]
                 mask = getattr(self.layer(node.name), "mask", None)
                 if name == "weight" and mask is not None:
-                    mask = mask[:, :, :1, :1] if mask.dim() == 4 else mask  # all pixels of a kernel are alike
+                    mask = mask[(..., *[slice(1)] * (mask.dim() - 2))]  # all pixels of a kernel are alike
                     owned = owned.to(mask.device) * mask.to(torch.int64)
                 found[f"{node.name}.{name}"] = owned
         return found
@@ -191,10 +128,10 @@ class NestedNet(nn.Module):
         """D_stage as a stand-alone module: its own copy of its weights, nothing of later stages, one answer."""
         plan = self.plan.restrict(stage)
         kept = self.plan.kept(stage)
-        given = {n.name: copy.deepcopy(self.layer(n.name)) for n in plan.nodes if n.function == "module"}
+        given = {n.name: copy.deepcopy(self.layer(n.name)) for n in plan.nodes if n.op.given}
         small = NestedNet(plan, given).train(self.training)
         for node in plan.nodes:
-            if node.op in (*WEIGHTED, "norm") and not node.shares:
+            if node.op.layered and not node.op.given and not node.shares:
                 follow(small.layer(node.name), self.layer(node.name))
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
@@ -202,10 +139,8 @@ class NestedNet(nn.Module):
     def reset(self, generator: torch.Generator) -> "NestedNet":
         """Draw all weights anew from a generator: same seed, same network. Norms forget what they have seen."""
         for node in self.plan.nodes:
-            if node.op in WEIGHTED:
-                self.layer(node.name).reset_nested(generator)
-            elif node.op == "norm":
-                self.layer(node.name).reset_parameters()
+            if node.op.layered:
+                node.op.reset(self.layer(node.name), generator)
         return self
 
 
@@ -231,9 +166,9 @@ class Stage(nn.Module):
         self.cuts: list[Cut | None] = []
         for step in self.program.steps:
             node = step.node
-            if node.op in WEIGHTED or node.op == "norm" or node.function == "module":
+            if node.op.layered:
                 self.layers[node.name.replace(".", "/")] = cuttable(node, net.layer(node.name))
-            self.cuts.append(make_cut(net.plan, step) if node.op in WEIGHTED or node.op == "norm" else None)
+            self.cuts.append(make_cut(net.plan, step))
 
     def train(self, mode: bool = True) -> "Stage":
         """Only this stage's own mode: the layers are shared with the other stages."""
@@ -249,39 +184,11 @@ class Stage(nn.Module):
         pieces = dict(zip(self.program.takes, state, strict=True))
         for step, cut in zip(self.program.steps, self.cuts, strict=True):
             reads = [fetch(pieces, runs) for runs in step.fetches]
-            pieces[step.node.name, step.node.births[step.rows[0]]] = self.compute(step, cut, reads)
+            layer = self.layers[step.node.name.replace(".", "/")] if step.op.layered else None
+            made = step.op.staged(layer, cut, reads, self.training)
+            pieces[step.node.name, step.node.births[step.rows[0]]] = made
         head = pieces[self.program.head, self.program.stage]
         return head, tuple(pieces[key] for key in self.program.leaves)
-
-    def compute(self, step: Step, cut: Cut | None, reads: list[Tensor]) -> Tensor:
-        """The rows of one node that are born at this stage."""
-        node = step.node
-        if cut is not None:
-            layer: Any = self.layers[node.name.replace(".", "/")]
-            if node.op == "norm":
-                out: Tensor = layer.rows(reads[0], cut, self.training and layer.training)
-            else:
-                out = layer.rows(reads[0], cut, geometry(node)) if node.op == "conv" else layer.rows(reads[0], cut)
-            return out
-        if node.function == "module":
-            out = self.layers[node.name.replace(".", "/")](reads[0])
-            return out
-        if node.op == "map":
-            return MAPS[node.function](reads[0])
-        if node.op == "zip":
-            return fold(node.function, reads)
-        if node.op == "cat":
-            return torch.cat(reads, 1) if len(reads) > 1 else reads[0]
-        if node.op == "flatten":
-            return reads[0].flatten(1)
-        # The fetched channels stand in the order they were asked for: number them again.
-        wanted = [node.source[row] for row in step.rows]
-        order = {c: i for i, c in enumerate(dict.fromkeys(c for c in wanted if c >= 0))}
-        return select(reads[0], tuple(order.get(c, -1) for c in wanted))
-
-
-def geometry(node: Node) -> Geometry:
-    return node.stride, node.padding, node.dilation
 
 
 def follow(layer: nn.Module, source: nn.Module) -> None:
@@ -301,7 +208,7 @@ def follow(layer: nn.Module, source: nn.Module) -> None:
 
 def cuttable(node: Node, layer: nn.Module) -> nn.Module:
     """A layer that knows how to compute some of its rows only, which one put in its place from outside may not."""
-    if node.function != "module" and not hasattr(layer, "rows"):
+    if not node.op.given and not hasattr(layer, "births"):
         raise NestlingError(
             f"{node.name} has been replaced by a {type(layer).__name__}, which cannot be run stage by stage. Put back a nested "
             "layer (such as NestedBatchNorm2d) with its weights before asking for stages."
@@ -319,25 +226,9 @@ def masked_layer(name: str, layer: Any) -> Any:
     return layer
 
 
-def make_cut(plan: Plan, step: Step) -> Cut:
-    """Rows and columns of one step, as slices wherever the channels are consecutive."""
-    node = step.node
-    if node.op == "norm":
-        return Cut(as_index(step.rows), slice(0))
-    if node.groups == 1:
-        columns = as_index(step.columns)
-        if isinstance(columns, slice):
-            rows = as_index(step.rows)
-            if isinstance(rows, slice):
-                return Cut(rows, columns)
-        return Cut(torch.tensor(step.rows), torch.tensor(step.columns)[None, :])
-    width = plan.by_name[node.reads[0]].channels // node.groups
-    table = []
-    for row in step.rows:
-        group = plan.group_of(node, row)
-        table.append([c - group * width for c in step.columns if c // width == group])
-    groups = len({plan.group_of(node, row) for row in step.rows})
-    return Cut(torch.tensor(step.rows), torch.tensor(table), groups)
+def make_cut(plan: Plan, step: Step) -> Cut | None:
+    """Where the parameters of one step lie in the layer of its node."""
+    return step.node.op.cut(step.node, plan.reads_of(step.node), step.rows, step.wanted[0])
 
 
 def cut_state(
@@ -346,62 +237,19 @@ def cut_state(
     """The entries of a network's state that a smaller network of the same nodes keeps."""
     cut = {}
     for key in small.state_dict():
-        node, value = plan.by_name[key.rpartition(".")[0]], state[key]
-        if value.dim() and node.function != "module":
-            value = value[torch.tensor(kept[node.name], device=value.device)]
-            narrower = len(kept[node.reads[0]]) < plan.by_name[node.reads[0]].channels
-            if key.endswith(".weight") and node.op in WEIGHTED and narrower:
-                value = take_columns(value, kept_columns(plan, node, kept))
-        cut[key] = value
+        path, _, name = key.rpartition(".")
+        node = plan.by_name[path]
+        cut[key] = node.op.kept(name, state[key], node, plan.reads_of(node), kept[path], kept[node.reads[0]])
     return cut
-
-
-def kept_columns(plan: Plan, node: Node, kept: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """For every kept row of a weighted node, the positions in its group of the input channels that are kept."""
-    width = plan.by_name[node.reads[0]].channels // node.groups
-    inputs = kept[node.reads[0]]
-    table = []
-    for row in kept[node.name]:
-        group = plan.group_of(node, row)
-        table.append([c - group * width for c in inputs if c // width == group])
-    return torch.tensor(table)
-
-
-def take_columns(weight: Tensor, columns: Tensor) -> Tensor:
-    """Row by row, the columns of a weight given in a table of the same rows."""
-    index = columns.to(weight.device).view(*columns.shape, *[1] * (weight.dim() - 2))
-    return weight.gather(1, index.expand(-1, -1, *weight.shape[2:]))
 
 
 def fetch(pieces: Mapping[tuple[str, int], Tensor], runs: tuple[Run, ...]) -> Tensor:
     """Channels put together from stored pieces; a single whole piece is passed as it is."""
-    parts = [pieces[r.node, r.birth] if r.whole else pieces[r.node, r.birth][:, r.start : r.stop] for r in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def fold(function: str, reads: list[Tensor]) -> Tensor:
-    total = reads[0]
-    for read in reads[1:]:
-        total = ZIPS[function](total, read)
-    return total
-
-
-def select(x: Tensor, source: tuple[int, ...]) -> Tensor:
-    """Channels of x by number, -1 for zeros: slices and one concatenation, or a mere slice where that is all."""
-    runs: list[list[int]] = []
-    for channel in source:
-        if runs and (
-            runs[-1][1] == channel == -1 or (channel >= 0 and runs[-1][1] == channel - 1 and runs[-1][1] >= 0)
-        ):
-            runs[-1][1] = channel
-            runs[-1][2] += 1
-        else:
-            runs.append([channel, channel, 1])
     parts = [
-        x.new_zeros(x.shape[0], count, *x.shape[2:]) if first < 0 else x[:, first : last + 1]
-        for first, last, count in runs
+        pieces[r.node, r.birth] if r.whole else pieces[r.node, r.birth].narrow(r.axis, r.start, r.stop - r.start)
+        for r in runs
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, runs[0].axis)
 
 
 def last_uses(plan: Plan) -> dict[str, tuple[str, ...]]:

@@ -6,14 +6,14 @@ why this one cannot be nested. Which operation is of which kind is said in trace
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
 
 from nestling.nets.operations import REASONS, Call, Reshape
-from nestling.nets.plan import WEIGHTED, Node
+from nestling.nets.ops import BatchNorm, Cat, Conv, Flatten, GroupNorm, Linear, Module, Operation, PReLU, Select, Zip
+from nestling.nets.plan import Node
 from nestling.nets.sketch import BATCH, Page
 
 
@@ -23,7 +23,7 @@ class Pen(Page):
     def map(self, node: fx.Node, layer: nn.Module, in_place: bool = False) -> None:
         read, name = self.same(node), self.name(node)
         self.sketch.layers[name] = layer
-        self.add(node, Node(name, "map", (read,), (0,) * self.channels(read), self.size(node), "module"), in_place)
+        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)), in_place)
 
     def pointwise(self, node: fx.Node, function: Callable[..., Any], in_place: bool) -> None:
         """A function of one tensor and constants."""
@@ -45,7 +45,7 @@ class Pen(Page):
         widths = {self.channels(read) for read in reads}
         if one.dim() != other.dim() or len(widths - {1}) > 1:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
-        self.add(node, Node(self.name(node), "zip", reads, (0,) * max(widths), self.size(node), function), in_place)
+        self.add(node, Node(self.name(node), Zip(function), reads, (0,) * max(widths), self.size(node)), in_place)
 
     def own(self, node: fx.Node, name: str, layer: nn.Module) -> str:
         """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
@@ -54,7 +54,7 @@ class Pen(Page):
             self.sketch.layers[name] = layer
             return ""
         sharer = first.pop()
-        if first or not isinstance(layer, nn.Conv2d | nn.Linear) or self.sketch.nodes[sharer].op not in WEIGHTED:
+        if first or not isinstance(layer, nn.Conv2d | nn.Linear) or not self.sketch.nodes[sharer].op.weighted:
             self.refuse(
                 node, "some of its parameters serve other places too; only whole convolutions and linear layers may"
             )
@@ -76,18 +76,18 @@ class Pen(Page):
             before, size = f"{name}_pad", self.sketch.nodes[read].size
             self.sketch.layers[before] = pad
             size = (size[0] + 2 * high, size[1] + 2 * wide)
-            read = self.put(Node(before, "map", (read,), (0,) * self.channels(read), size, "module"))
+            read = self.put(Node(before, Module(), (read,), (0,) * self.channels(read), size))
             padding = (0, 0)
-        numbers = (layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups, layer.bias is not None)
-        made = Node(name, "conv", (read,), (0,) * layer.out_channels, self.size(node), "", *numbers, shares=shares)
-        self.add(node, made)
+        numbers = (layer.kernel_size, layer.stride, padding, layer.dilation)
+        op = Conv(*numbers, groups=layer.groups, bias=layer.bias is not None)
+        self.add(node, Node(name, op, (read,), (0,) * layer.out_channels, self.size(node), shares))
 
     def linear(self, node: fx.Node, read: str, layer: Any) -> None:
         name = self.name(node)
         if self.interpreter.env[node].dim() != 2:
             self.refuse(node, "it reads the last dimension of an image, not its channels; flatten or pool before it")
-        births, bias, shares = (0,) * layer.out_features, layer.bias is not None, self.own(node, name, layer)
-        self.add(node, Node(name, "linear", (read,), births, (), bias=bias, shares=shares))
+        op, shares = Linear(bias=layer.bias is not None), self.own(node, name, layer)
+        self.add(node, Node(name, op, (read,), (0,) * layer.out_features, (), shares))
 
     def functional(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """F.conv2d and F.linear on parameters of the module, as the layer they stand for."""
@@ -121,7 +121,7 @@ class Pen(Page):
         births, size = (0,) * self.channels(read), self.size(node)
         original = self.module.get_submodule(str(node.target))
         if isinstance(layer, nn.PReLU):
-            made = Node(name, "norm", (read,), births, size, "prelu")
+            made: Operation = PReLU()
         elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
             if len(size) not in (0, 2):
                 self.refuse(
@@ -129,17 +129,16 @@ class Pen(Page):
                 )
             if layer.momentum is None or not layer.track_running_stats:
                 self.refuse(node, "batch norm needs running statistics with a momentum")
-            plain = Node(name, "norm", (read,), births, size, "batch", affine=layer.affine)
-            made = replace(plain, eps=layer.eps, momentum=layer.momentum)
+            made = BatchNorm(layer.eps, layer.momentum, layer.affine)
         else:  # instance norm is group norm with a group for every channel
             if getattr(layer, "track_running_stats", False):
                 self.refuse(node, "instance norm with running statistics is not nested")
             groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else len(births)
             if groups == 1 and len(births) > 1:
                 self.refuse(node, REASONS[nn.LayerNorm])
-            made = Node(name, "norm", (read,), births, size, "group", groups=groups, eps=layer.eps, affine=layer.affine)
+            made = GroupNorm(groups, layer.eps, layer.affine)
         self.own(node, name, original)
-        self.add(node, made)
+        self.add(node, Node(name, made, (read,), births, size))
 
     def dropout(self, node: fx.Node, kind: type[nn.Module]) -> None:
         self.map(node, kind(self.given(node, "input", "p").get("p", 0.5)))
@@ -161,7 +160,7 @@ class Pen(Page):
         if shape == old:
             self.names[node] = read
         elif len(shape) == 2 and shape[0] == BATCH:
-            self.add(node, Node(self.name(node), "flatten", (read,), (0,) * shape[1], ()))
+            self.add(node, Node(self.name(node), Flatten(), (read,), (0,) * shape[1], ()))
         elif shape[:2] == old[:2]:
             self.map(node, Reshape(shape[2:]))
         else:
@@ -185,11 +184,11 @@ class Pen(Page):
                 name = self.take(node, name, tuple(range(self.channels(name))))
             reads.append(name)
         width = sum(map(self.channels, reads))
-        self.add(node, Node(self.name(node), "cat", tuple(reads), (0,) * width, self.size(node)))
+        self.add(node, Node(self.name(node), Cat(), tuple(reads), (0,) * width, self.size(node)))
 
     def take(self, node: fx.Node, read: str, source: tuple[int, ...]) -> str:
         size = self.sketch.nodes[read].size
-        return self.put(Node(self.name(node), "select", (read,), (0,) * len(source), size, source=source))
+        return self.put(Node(self.name(node), Select(source), (read,), (0,) * len(source), size))
 
     def split(self, node: fx.Node) -> None:
         read = self.read_of(node)
@@ -221,7 +220,7 @@ class Pen(Page):
         if any(part != slice(None) for part in rest):
             name = self.name(node)
             self.sketch.layers[name] = Call(operator.getitem, 0, (None, (slice(None), slice(None), *rest)), {})
-            self.names[node] = self.put(Node(name, "map", (read,), (0,) * len(taken), self.size(node), "module"))
+            self.names[node] = self.put(Node(name, Module(), (read,), (0,) * len(taken), self.size(node)))
         elif taken == channels:
             self.names[node] = read
 

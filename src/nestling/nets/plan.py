@@ -8,40 +8,32 @@ computes, what it fetches from earlier stages, what state it passes on). It does
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
-
-WEIGHTED = ("conv", "linear")  # ops whose outputs read many input channels, through a weight with a mask
-PER_CHANNEL = {"batch": 2, "group": 2, "prelu": 1}  # parameters per channel of each function of a norm node
+from nestling.nets.ops.operation import Operation
+from nestling.nets.ops.select import Select
 
 
 @dataclass(frozen=True)
 class Node:
-    """One layer's output: who it reads and when each of its channels is born."""
+    """One layer's output: what computes it, who it reads and when each of its channels is born."""
 
     name: str
-    op: str  # input | conv | linear | norm (whatever has parameters per channel) | map | zip | select | cat | flatten
+    op: Operation
     reads: tuple[str, ...]
     births: Births
-    size: tuple[int, ...]  # spatial size of the output, () for vectors
-    function: str = ""  # of norm (batch, group, prelu), map (relu, pool2, ...) and zip (add, mul, ...)
-    kernel: tuple[int, int] = (1, 1)
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-    bias: bool = False
-    source: tuple[int, ...] = ()  # of select: the input channel copied to each output channel, -1 for zeros
-    eps: float = 1e-5  # of norm
-    momentum: float = 0.1  # of batch norm
-    affine: bool = True  # of norm: whether it has parameters
-    shares: str = ""  # of conv and linear: the node whose weights it uses, where one layer serves several places
+    size: tuple[int, ...]  # of one channel, () for vectors
+    shares: str = ""  # the node whose weights it uses, where one layer serves several places
 
     @property
     def channels(self) -> int:
         return len(self.births)
+
+    def shape(self, channels: int) -> tuple[int, ...]:
+        """Of so many of its channels, without the batch."""
+        before = self.op.axis - 1
+        return (*self.size[:before], channels, *self.size[before:])
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,7 @@ class Run:
     start: int
     stop: int
     whole: bool  # the run is the entire piece
+    axis: int  # where the channels stand
 
 
 Key = tuple[str, int]  # a piece of activations: the channels of a node that are born at one stage
@@ -63,9 +56,10 @@ class Step:
     """One node's work in one stage: compute `rows` from the fetched channels of each read."""
 
     node: Node
+    op: Operation  # the node's, narrowed to these rows
     rows: tuple[int, ...]  # output channels born at this stage
-    columns: tuple[int, ...]  # of weighted ops: the input channels read, ascending
-    fetches: tuple[tuple[Run, ...], ...]  # per read, in ascending channel order
+    wanted: tuple[tuple[int, ...], ...]  # of each read, the channels they are computed from
+    fetches: tuple[tuple[Run, ...], ...]  # where these lie, for each read that something is wanted of
 
 
 @dataclass(frozen=True)
@@ -97,6 +91,9 @@ class Plan:
     def by_name(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.nodes}
 
+    def reads_of(self, node: Node) -> tuple[Node, ...]:
+        return tuple(self.by_name[read] for read in node.reads)
+
     @property
     def stages(self) -> int:
         return self.answering[-1]
@@ -111,62 +108,11 @@ class Plan:
     def born_by(self, node: Node, stage: int) -> tuple[int, ...]:
         return tuple(c for c, birth in enumerate(node.births) if birth <= stage)
 
-    # --- connections --------------------------------------------------------------------------------------------
-
-    def group_inputs(self, node: Node, group: int) -> range:
-        """The input channels that one group of a weighted node may read."""
-        per_group = self.by_name[node.reads[0]].channels // node.groups
-        return range(group * per_group, (group + 1) * per_group)
-
-    def group_of(self, node: Node, row: int) -> int:
-        return row // (node.channels // node.groups)
-
-    def fan_in(self, node: Node, row: int) -> int:
-        """How many input channels one output channel of a weighted node reads."""
-        return self._fan_in[node.name][row]
-
-    @cached_property
-    def _fan_in(self) -> Mapping[str, tuple[int, ...]]:
-        counts = {}
-        for node in self.nodes:
-            if node.op not in WEIGHTED:
-                continue
-            source = self.by_name[node.reads[0]].births
-            memo: dict[tuple[int, int], int] = {}
-            row_counts = []
-            for row, birth in enumerate(node.births):
-                key = (self.group_of(node, row), birth)
-                if key not in memo:
-                    memo[key] = sum(source[c] <= birth for c in self.group_inputs(node, key[0]))
-                row_counts.append(memo[key])
-            counts[node.name] = tuple(row_counts)
-        return counts
+    # --- what follows from the operations -------------------------------------------------------------------------
 
     def parents(self, node: Node, row: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The channels that one output channel is computed from, read by read."""
-        if node.op == "input":
-            return ()
-        if node.op in WEIGHTED:
-            source = self.by_name[node.reads[0]]
-            inputs = self.group_inputs(node, self.group_of(node, row))
-            return ((source.name, tuple(c for c in inputs if source.births[c] <= node.births[row])),)
-        if node.op == "select":
-            channel = node.source[row]
-            return ((node.reads[0], (channel,) if channel >= 0 else ()),)
-        if node.op == "flatten":
-            return ((node.reads[0], (row // prod(self.by_name[node.reads[0]].size),)),)
-        if node.op == "cat":
-            for read in node.reads:
-                width = self.by_name[read].channels
-                if row < width:
-                    return ((read, (row,)),)
-                row -= width
-        return tuple((read, (self._broadcast(read, row),)) for read in node.reads)
-
-    def _broadcast(self, read: str, row: int) -> int:
-        return row if self.by_name[read].channels > 1 else 0
-
-    # --- ownership ----------------------------------------------------------------------------------------------
+        return tuple(zip(node.reads, node.op.parents(node, self.reads_of(node), row), strict=True))
 
     @cached_property
     def owners(self) -> Mapping[str, tuple[int, ...]]:
@@ -176,42 +122,34 @@ class Plan:
             for row in range(self.by_name[head].channels):
                 bits[head][row] |= 1 << task
         for node in reversed(self.nodes):
-            mine = bits[node.name]
-            if node.op in WEIGHTED:
-                self._own_through_weights(node, mine, bits[node.reads[0]])
-                continue
-            for row, owned in enumerate(mine):
-                if owned:
-                    for read, channels in self.parents(node, row):
-                        for channel in channels:
-                            bits[read][channel] |= owned
+            node.op.spread(node, self.reads_of(node), bits[node.name], [bits[read] for read in node.reads])
         return {name: tuple(row_bits) for name, row_bits in bits.items()}
 
-    def _own_through_weights(self, node: Node, mine: list[int], theirs: list[int]) -> None:
-        """A weighted row reads every earlier channel of its group: gather by (group, birth) before spreading."""
-        source = self.by_name[node.reads[0]]
-        gathered: dict[tuple[int, int], int] = {}
-        for row, owned in enumerate(mine):
-            key = (self.group_of(node, row), node.births[row])
-            gathered[key] = gathered.get(key, 0) | owned
-        for (group, birth), owned in gathered.items():
-            for channel in self.group_inputs(node, group):
-                if source.births[channel] <= birth:
-                    theirs[channel] |= owned
+    @cached_property
+    def _weights(self) -> Mapping[str, tuple[int, ...]]:
+        return {node.name: node.op.weights(node, self.reads_of(node)) for node in self.nodes}
+
+    @cached_property
+    def _params(self) -> Mapping[str, tuple[int, ...]]:
+        return {node.name: node.op.params(node, self.reads_of(node)) for node in self.nodes}
+
+    @cached_property
+    def _macs(self) -> Mapping[str, tuple[int, ...]]:
+        return {node.name: node.op.macs(node, self.reads_of(node)) for node in self.nodes}
 
     # --- counts -------------------------------------------------------------------------------------------------
 
+    def row_weights(self, node: Node, row: int) -> int:
+        """How many weights connect one output channel to what it reads; masked ones do not count."""
+        return self._weights[node.name][row]
+
     def row_params(self, node: Node, row: int) -> int:
         """Parameters of one output channel; masked entries do not count, shared ones count where they belong."""
-        if node.shares:
-            return 0
-        if node.op in WEIGHTED:
-            return self.fan_in(node, row) * prod(node.kernel) + node.bias
-        return PER_CHANNEL[node.function] if node.op == "norm" and node.affine else 0
+        return 0 if node.shares else self._params[node.name][row]
 
     def row_macs(self, node: Node, row: int) -> int:
         """Multiply-accumulates of one output channel of a convolution or linear layer; other ops count none."""
-        return self.fan_in(node, row) * prod(node.kernel) * prod(node.size) if node.op in WEIGHTED else 0
+        return self._macs[node.name][row]
 
     def new_params(self, stage: int) -> int:
         return sum(self.row_params(n, r) for n in self.nodes for r, b in enumerate(n.births) if b == stage)
@@ -238,30 +176,33 @@ class Plan:
 
     def dense(self) -> tuple[int, int]:
         """(parameters, MACs) of the same layers with every connection kept: the un-nested network."""
-        params = macs = 0
+        plain = replace(self, nodes=tuple(replace(node, births=(1,) * node.channels) for node in self.nodes))
+        return plain.new_params(1), plain.new_macs(1)
+
+    def connections(self, stage: int) -> tuple[int, int]:
+        """How many weights the rule keeps among the channels that exist by `stage`, and how many there could be."""
+        kept = dense = 0
         for node in self.nodes:
-            if node.op in WEIGHTED:
-                weights = node.channels * self.by_name[node.reads[0]].channels // node.groups * prod(node.kernel)
-                params += 0 if node.shares else weights + node.channels * node.bias
-                macs += weights * prod(node.size)
-            elif node.op == "norm":
-                params += self.row_params(node, 0) * node.channels
-        return params, macs
+            together = replace(node, births=(stage,) * node.channels)
+            could_be = node.op.weights(together, self.reads_of(node))
+            for row in self.born_by(node, stage):
+                kept += self.row_weights(node, row)
+                dense += could_be[row]
+        return kept, dense
 
     # --- stage by stage -----------------------------------------------------------------------------------------
 
     def fetch(self, node: Node, channels: tuple[int, ...]) -> tuple[Run, ...]:
         """Where the given channels of a node lie among its pieces, as few runs as possible."""
         place, totals = self._places[node.name]
-        runs: list[Run] = []
+        runs: list[tuple[int, int, int]] = []  # birth, start, stop
         for channel in channels:
             birth, position = node.births[channel], place[channel]
-            last = runs[-1] if runs else None
-            if last and last.birth == birth and last.stop == position:
-                runs[-1] = Run(node.name, birth, last.start, position + 1, False)
+            if runs and runs[-1][0] == birth and runs[-1][2] == position:
+                runs[-1] = (birth, runs[-1][1], position + 1)
             else:
-                runs.append(Run(node.name, birth, position, position + 1, False))
-        return tuple(Run(r.node, r.birth, r.start, r.stop, r.start == 0 and r.stop == totals[r.birth]) for r in runs)
+                runs.append((birth, position, position + 1))
+        return tuple(Run(node.name, b, i, j, (i, j) == (0, totals[b]), node.op.axis) for b, i, j in runs)
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[tuple[int, ...], Mapping[int, int]]]:
@@ -277,34 +218,12 @@ class Plan:
         return places
 
     def _step(self, node: Node, stage: int) -> Step | None:
-        rows = self.born_at(node, stage)
-        if not rows or node.op == "input":
+        rows, reads = self.born_at(node, stage), self.reads_of(node)
+        if not rows or not reads:
             return None
-        wanted: dict[str, tuple[int, ...]] = {}
-        columns: tuple[int, ...] = ()
-        if node.op in WEIGHTED:
-            source = self.by_name[node.reads[0]]
-            groups = sorted({self.group_of(node, row) for row in rows})
-            columns = tuple(c for g in groups for c in self.group_inputs(node, g) if source.births[c] <= stage)
-            if node.groups == 1:  # by birth, so that whole pieces are fetched however births are mixed
-                columns = tuple(sorted(columns, key=lambda c: source.births[c]))
-            return Step(node, rows, columns, (self.fetch(source, columns),))
-        if node.op == "cat":
-            for row in rows:
-                for read, channels in self.parents(node, row):
-                    wanted[read] = wanted.get(read, ()) + channels
-            reads = [read for read in node.reads if read in wanted]
-            return Step(node, rows, (), tuple(self.fetch(self.by_name[r], wanted[r]) for r in reads))
-        fetches = []
-        for index, read in enumerate(node.reads):
-            seen: dict[int, None] = {}  # ordered and without repeats: flatten asks for a channel once per pixel
-            for row in rows:
-                for channel in self.parents(node, row)[index][1]:
-                    seen[channel] = None
-            # a piece of nothing but zeros still takes its shape from somewhere: from one channel that exists
-            wanted_channels = tuple(seen) or self.born_by(self.by_name[read], stage)[:1]
-            fetches.append(self.fetch(self.by_name[read], wanted_channels))
-        return Step(node, rows, (), tuple(fetches))
+        wanted = node.op.wants(node, reads, rows, stage)
+        fetches = tuple(self.fetch(read, mine) for read, mine in zip(reads, wanted, strict=True) if mine)
+        return Step(node, node.op.narrow(node, rows, wanted), rows, wanted, fetches)
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -362,38 +281,33 @@ class Plan:
 
 
 def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The plan with only some channels of every node. Nodes left without channels go."""
+    """The plan with only some channels of every node. Nodes left without channels go; the input stays whole."""
+    kept = {**kept, plan.input.name: tuple(range(plan.input.channels))}
     nodes: list[Node] = []
     for node in plan.nodes:
         rows = kept[node.name]
-        if node.op == "input":
-            nodes.append(node)
-            continue
         if not rows:
             continue
-        reads = tuple(read for read in node.reads if kept[read] or plan.by_name[read].op == "input")
-        source = node.source
-        if node.op == "select":
-            place = {channel: i for i, channel in enumerate(kept[reads[0]])}
-            source = tuple(place[node.source[row]] if node.source[row] >= 0 else -1 for row in rows)
-        elif node.op not in WEIGHTED or node.groups > 1:
+        reads = tuple(read for read in node.reads if kept[read])
+        op = node.op.narrow(node, rows, [kept[read] for read in reads])
+        if not node.op.picks:
             reads = tuple(narrowed(plan, node, read, kept, nodes) for read in reads)
-        groups = len({plan.group_of(node, row) for row in rows}) if node.groups > 1 else 1
         births = tuple(node.births[row] for row in rows)
-        nodes.append(replace(node, reads=reads, births=births, source=source, groups=groups))
+        nodes.append(replace(node, op=op, reads=reads, births=births))
     return replace(plan, nodes=tuple(nodes))
 
 
 def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ...]], nodes: list[Node]) -> str:
     """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more."""
-    asked = dict.fromkeys(c for row in kept[node.name] for r, cs in plan.parents(node, row) if r == read for c in cs)
-    wanted = tuple(sorted(asked) if node.op in WEIGHTED else asked)
-    if wanted == kept[read] or plan.by_name[read].op == "input":
+    wanted = tuple(sorted({c for row in kept[node.name] for r, cs in plan.parents(node, row) if r == read for c in cs}))
+    source = plan.by_name[read]
+    if wanted == kept[read]:
         return read
     place = {channel: i for i, channel in enumerate(kept[read])}
-    births = tuple(plan.by_name[read].births[c] for c in wanted)
+    births = tuple(source.births[c] for c in wanted)
     name = f"{node.name}.take_{read.replace('.', '_')}"
     while name in plan.by_name or any(name == other.name for other in nodes):
         name += "_"
-    nodes.append(Node(name, "select", (read,), births, plan.by_name[read].size, source=tuple(place[c] for c in wanted)))
+    op = Select(tuple(place[c] for c in wanted), axis=source.op.axis)
+    nodes.append(Node(name, op, (read,), births, source.size))
     return name

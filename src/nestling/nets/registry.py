@@ -156,7 +156,7 @@ def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:
     nodes: list[Node] = [plans[0].input]
     heads = []
     for stage, member in enumerate(plans, start=1):
-        rename = {n.name: n.name if n.op == "input" else f"net{stage}.{n.name}" for n in member.nodes}
+        rename = {n.name: n.name if n is member.input else f"net{stage}.{n.name}" for n in member.nodes}
         for node in member.nodes[1:]:
             reads = tuple(rename[read] for read in node.reads)
             nodes.append(replace(node, name=rename[node.name], reads=reads, births=(stage,) * node.channels))

@@ -50,8 +50,7 @@ def draw_stem(draft: Draft, growth: Growth, width: int, kind: str) -> str:
         return draft.conv("stem", "input", births)
     x = draft.conv("stem", "input", births, kernel=7, stride=2)
     x = draft.relu(draft.norm("stem_norm", x))
-    size = tuple((side - 1) // 2 + 1 for side in draft.nodes[x].size)
-    return draft.map("stem_pool", x, "maxpool3", size)
+    return draft.map("stem_pool", x, "maxpool3")
 
 
 def basic_block(draft: Draft, growth: Growth, at: str, x: str, width: int, stride: int) -> str:

@@ -9,11 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 from nestling.errors import NestlingError
-from nestling.nets.births import Births, Growth
-from nestling.nets.plan import WEIGHTED, Node
+from nestling.nets.births import Growth
+from nestling.nets.plan import Node
 
 
 class Ties:
@@ -45,69 +44,45 @@ class Ties:
 
 def give_births(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str) -> list[Node]:
     """The nodes with births. The channels of the first node, the input, are all born at stage 1."""
-    by_name = {node.name: node for node in nodes}
     ties = Ties()
-    channels = tie_channels(nodes, by_name, ties)
-    born: dict[str, Births] = {}
-    made = []
+    channels = tie_channels(nodes, ties)
+    made: dict[str, Node] = {}
     for node in nodes:
-        chooses = (node.op in WEIGHTED and not is_depthwise(node, by_name)) or (
-            node.op == "select" and -1 in node.source
-        )
-        if chooses:
-            choose(node, channels[node.name], ties, growth, uneven or node.op == "select", net)
-        if node.op == "zip":
-            births = tuple(max(column) for column in zip(*(spread(born[r], node) for r in node.reads), strict=True))
-        else:
-            births = tuple(ties.birth[ties.root(c)] for c in channels[node.name])
-        born[node.name] = births
-        made.append(replace(node, births=births))
-    return made
+        reads = [made[read] for read in node.reads]
+        if any(not any(node.op.tied(node, reads, row)) for row in range(node.channels) if reads):
+            choose(node, channels[node.name], ties, growth, uneven or not node.op.weighted, net)
+        births = tuple(ties.birth[ties.root(c)] for c in channels[node.name])
+        if not node.op.weighted:  # a channel that is broadcast over others is not tied to them, but may be born later
+            births = tuple(latest(node, reads, row, birth) for row, birth in enumerate(births))
+        made[node.name] = replace(node, births=births)
+    return list(made.values())
 
 
-def spread(births: Births, node: Node) -> Births:
-    """A single channel that is broadcast over all channels of a zip."""
-    return births * node.channels if len(births) == 1 else births
+def latest(node: Node, reads: Sequence[Node], row: int, birth: int) -> int:
+    """The latest birth of a channel and of all that it is computed from."""
+    parents = node.op.parents(node, reads, row)
+    return max(birth, *(read.births[c] for read, mine in zip(reads, parents, strict=True) for c in mine), 0)
 
 
-def is_depthwise(node: Node, by_name: dict[str, Node]) -> bool:
-    """Whether each output channel reads one input channel only, so that it is born with it."""
-    return node.groups > 1 and by_name[node.reads[0]].channels == node.groups
-
-
-def tie_channels(nodes: Sequence[Node], by_name: dict[str, Node], ties: Ties) -> dict[str, list[int]]:
+def tie_channels(nodes: Sequence[Node], ties: Ties) -> dict[str, list[int]]:
     """For every node, the class of each of its channels."""
+    by_name = {node.name: node for node in nodes}
     found: dict[str, list[int]] = {}
     for node in nodes:
-        reads = [found[read] for read in node.reads]
-        if node.op == "input":
-            mine = ties.fresh(node.channels)
+        classes, reads = [found[read] for read in node.reads], [by_name[read] for read in node.reads]
+        mine = []
+        for row in range(node.channels):
+            tied = node.op.tied(node, reads, row)
+            together = [known[c] for known, some in zip(classes, tied, strict=True) for c in some] or ties.fresh(1)
+            mine.append(together[0])
+            for other in together[1:]:
+                ties.tie(together[0], other)
+        if not node.reads:
             ties.birth.update(dict.fromkeys(mine, 1))
-        elif node.op in WEIGHTED:
-            times = node.channels // node.groups
-            mine = (
-                [c for c in reads[0] for _ in range(times)]
-                if is_depthwise(node, by_name)
-                else ties.fresh(node.channels)
-            )
-        elif node.op == "cat":
-            mine = [c for read in reads for c in read]
-        elif node.op == "flatten":
-            mine = [c for c in reads[0] for _ in range(prod(by_name[node.reads[0]].size))]
-        elif node.op == "select":
-            mine = [reads[0][c] if c >= 0 else ties.fresh(1)[0] for c in node.source]
-        elif node.op == "zip":
-            mine = next(read for read in reads if len(read) == node.channels)
-            for read in reads:
-                if len(read) == node.channels:
-                    for one, other in zip(mine, read, strict=True):
-                        ties.tie(one, other)
-        else:
-            mine = reads[0]
         found[node.name] = mine
         if node.shares:  # one entry of a weight has one birth, wherever it is used
             for one, other in zip(
-                mine + reads[0], found[node.shares] + found[by_name[node.shares].reads[0]], strict=True
+                mine + classes[0], found[node.shares] + found[by_name[node.shares].reads[0]], strict=True
             ):
                 ties.tie(one, other)
     return found

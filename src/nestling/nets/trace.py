@@ -30,6 +30,7 @@ from nestling.nets.operations import (
     RESHAPES,
     SPLITS,
 )
+from nestling.nets.ops import Input
 from nestling.nets.pen import Pen
 from nestling.nets.plan import Node
 from nestling.nets.sketch import BATCH, Sketch, owner_of
@@ -87,7 +88,7 @@ class Reader(Pen):
         if node.op == "placeholder":
             if not self.names:
                 env[node] = image
-                self.names[node] = self.put(Node("input", "input", (), (0,) * image.shape[1], tuple(image.shape[2:])))
+                self.names[node] = self.put(Node("input", Input(), (), (0,) * image.shape[1], tuple(image.shape[2:])))
             elif node.args:
                 env[node] = node.args[0]
             else:

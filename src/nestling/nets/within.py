@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.nets.layers import as_index
 from nestling.nets.net import NestedNet
-from nestling.nets.plan import WEIGHTED, Node, Plan
+from nestling.nets.ops.select import Select
+from nestling.nets.plan import Node, Plan
 
 
 def can_live_within(plan: Plan) -> bool:
     """Whether every stage's part of every weight is a block, which a view can show."""
-    ungrouped = all(node.groups == 1 for node in plan.nodes)
     blocks = all(isinstance(as_index(rows), slice) for s in plan.answering for rows in plan.kept(s).values() if rows)
-    counted = all(len(plan.kept(keeper(plan, n))[n.name]) == n.channels for n in plan.nodes if n.op == "norm")
-    return ungrouped and blocks and counted and all(node.function != "module" for node in plan.nodes)
+    norms = [node for node in plan.nodes if node.op.layered and not node.op.weighted]
+    counted = all(len(plan.kept(keeper(plan, node))[node.name]) == node.channels for node in norms)
+    return blocks and counted and not any(node.op.grouped or node.op.given for node in plan.nodes)
 
 
 def keeper(plan: Plan, node: Node) -> int:
@@ -32,8 +33,9 @@ def leads(plan: Plan, stage: int, last: int) -> bool:
     mine, theirs = plan.kept(stage), plan.kept(last)
     first = all(theirs[name][: len(rows)] == rows for name, rows in mine.items() if rows and theirs[name])
     small, large = plan.restrict(stage), plan.restrict(last)
-    cut = [(node, large.by_name[node.name]) for node in small.nodes if node.name in large.by_name and node.source]
-    return first and all(whole.source[: len(node.source)] == node.source for node, whole in cut)
+    pairs = [(node.op, large.by_name[node.name].op) for node in small.nodes if node.name in large.by_name]
+    cut = [(mine.source, its.source) for mine, its in pairs if isinstance(mine, Select) and isinstance(its, Select)]
+    return first and all(its[: len(mine)] == mine for mine, its in cut)
 
 
 def within(net: NestedNet, stage: int) -> NestedNet:
@@ -47,20 +49,14 @@ def within(net: NestedNet, stage: int) -> NestedNet:
     kept = net.plan.kept(stage)
     small = NestedNet(plan).to(device=next(net.parameters()).device)
     for node in plan.nodes:
-        if node.op not in (*WEIGHTED, "norm") or node.name not in net.plan.by_name:
+        if not node.op.layered or node.name not in net.plan.by_name:
             continue
-        mine, theirs = small.layer(node.name), net.layer(node.name)
-        rows = as_index(kept[node.name])
-        columns = as_index(kept[net.plan.by_name[node.name].reads[0]]) if node.op in WEIGHTED else slice(None)
+        mine, theirs, drawn = small.layer(node.name), net.layer(node.name), net.plan.by_name[node.name]
+        rows, columns = as_index(kept[node.name]), as_index(kept[drawn.reads[0]])
         for name, parameter in theirs.named_parameters():
-            view = (
-                parameter.detach()[rows, columns]
-                if name == "weight" and node.op in WEIGHTED
-                else parameter.detach()[rows]
-            )
-            setattr(mine, name, nn.Parameter(view))
-        if node.op == "norm":
-            share_statistics(mine, theirs, rows, owner=stage == keeper(net.plan, net.plan.by_name[node.name]))
+            setattr(mine, name, nn.Parameter(parameter.detach()[node.op.box(name, rows, columns)]))
+        if not node.op.weighted:
+            share_statistics(mine, theirs, rows, owner=stage == keeper(net.plan, drawn))
     return small.train(net.training)
 
 
@@ -78,13 +74,10 @@ def boxes(net: NestedNet, stage: int) -> dict[str, tuple[slice, ...]]:
     kept = net.plan.kept(stage)
     found: dict[str, tuple[slice, ...]] = {}
     for node in net.plan.nodes:
-        if node.op not in (*WEIGHTED, "norm") or not kept[node.name]:
-            continue
-        rows = as_index(kept[node.name])
-        columns = as_index(kept[node.reads[0]]) if node.op in WEIGHTED else slice(None)
-        for name, _ in net.layer(node.name).named_parameters():
-            weight = name == "weight" and node.op in WEIGHTED
-            found[f"{node.name}.{name}"] = (rows, columns) if weight else (rows,)  # type: ignore[assignment]
+        if node.op.layered and kept[node.name]:
+            rows, columns = as_index(kept[node.name]), as_index(kept[node.reads[0]])
+            for name, _ in net.layer(node.name).named_parameters():
+                found[f"{node.name}.{name}"] = node.op.box(name, rows, columns)
     return found
 
 

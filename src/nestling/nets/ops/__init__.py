@@ -1,0 +1,54 @@
+"""The operations a network is made of, one file each. To add one: a file, a line in OPS, a test.
+
+`operation.py` says what is asked of an operation, `weighted.py` answers for all that have a masked weight. Nothing here
+needs torch before something is computed.
+"""
+
+from nestling.nets.ops.batchnorm import BatchNorm
+from nestling.nets.ops.cat import Cat
+from nestling.nets.ops.conv import Conv
+from nestling.nets.ops.flatten import Flatten
+from nestling.nets.ops.groupnorm import GroupNorm
+from nestling.nets.ops.input import Input
+from nestling.nets.ops.linear import Linear
+from nestling.nets.ops.map import Map
+from nestling.nets.ops.mean import Mean
+from nestling.nets.ops.module import Module
+from nestling.nets.ops.operation import Operation
+from nestling.nets.ops.prelu import PReLU
+from nestling.nets.ops.select import Select
+from nestling.nets.ops.zip import Zip
+
+__all__ = [
+    "OPS",
+    "BatchNorm",
+    "Cat",
+    "Conv",
+    "Flatten",
+    "GroupNorm",
+    "Input",
+    "Linear",
+    "Map",
+    "Mean",
+    "Module",
+    "Operation",
+    "PReLU",
+    "Select",
+    "Zip",
+]
+
+OPS: dict[str, type[Operation]] = {
+    "input": Input,
+    "conv": Conv,
+    "linear": Linear,
+    "batchnorm": BatchNorm,
+    "groupnorm": GroupNorm,
+    "prelu": PReLU,
+    "map": Map,
+    "mean": Mean,
+    "module": Module,
+    "zip": Zip,
+    "select": Select,
+    "cat": Cat,
+    "flatten": Flatten,
+}

@@ -1,0 +1,48 @@
+"""Several tensors as one, their channels behind each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.select import Same
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nestling.nets.layers import Cut
+    from nestling.nets.plan import Node
+
+
+@dataclass(frozen=True)
+class Cat(Operation):
+    kind: ClassVar[str] = "cat"
+    joins: ClassVar[bool] = True
+
+    @property
+    def any_axis(self) -> bool:
+        return True
+
+    def channels(self, reads: Sequence[Node]) -> int:
+        return sum(read.channels for read in reads)
+
+    def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
+        found: list[Channels] = []
+        for read in reads:
+            found.append((row,) if 0 <= row < read.channels else ())
+            row -= read.channels
+        return tuple(found)
+
+    def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        import torch
+
+        return torch.cat(list(reads), self.axis) if len(reads) > 1 else reads[0]
+
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+        return [Op(self if len(reads) > 1 else Same(axis=self.axis), out, reads, shape)]
+
+    def write(self, graph: Graph, op: Op) -> None:
+        graph.add("Concat", op.reads, op.out, {"axis": self.axis})

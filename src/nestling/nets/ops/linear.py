@@ -1,0 +1,65 @@
+"""Linear layer: over the channels of vectors (N, C), or of whatever has its channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from nestling.errors import NestlingError
+from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.weighted import Weighted
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nestling.nets.plan import Node
+
+
+@dataclass(frozen=True)
+class Linear(Weighted):
+    kind: ClassVar[str] = "linear"
+
+    @property
+    def any_axis(self) -> bool:
+        return True
+
+    def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
+        super().check(plan, node, reads)
+        if self.axis != len(node.size) + 1:
+            raise NestlingError(
+                f"{plan}: {node.name} (linear) has its channels at axis {self.axis} of {len(node.size) + 2}; a linear layer "
+                "reads and gives the last axis."
+            )
+
+    def layer(self, node: Node, reads: Sequence[Node]) -> nn.Module:
+        from nestling.nets.layers import NestedLinear
+
+        return NestedLinear(reads[0].births, node.births, self.bias)
+
+    def draw(
+        self, weight: Tensor, bias: Tensor | None, fan_in: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        """torch's own range for linear layers, 1/sqrt(fan-in), with each row's real fan-in."""
+        bound = fan_in.to(weight).rsqrt()
+        weight.uniform_(-1, 1, generator=generator).mul_(bound[:, None])
+        if bias is not None:
+            bias.uniform_(-1, 1, generator=generator).mul_(bound)
+
+    def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        import torch.nn.functional as F
+
+        assert weight is not None
+        return F.linear(reads[0], weight, bias)
+
+    def write(self, graph: Graph, op: Op) -> None:
+        if self.axis == 1:
+            graph.add("Gemm", [op.reads[0], *graph.weights(op)], op.out, {"transB": 1})
+            return
+        assert op.weight is not None
+        weight = graph.constant(f"{op.out}.weight", op.weight.t())
+        out = op.out if op.bias is None else f"{op.out}.product"
+        graph.add("MatMul", [op.reads[0], weight], out)
+        if op.bias is not None:
+            graph.add("Add", [out, graph.constant(f"{op.out}.bias", op.bias)], op.out)

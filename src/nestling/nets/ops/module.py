@@ -1,0 +1,53 @@
+"""A module of somebody else's that treats each channel by itself: an activation, dropout, pooling, a function as traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.operation import Channels, Operation, Size
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from nestling.nets.layers import Cut
+    from nestling.nets.plan import Node
+
+
+@dataclass(frozen=True)
+class Module(Operation):
+    kind: ClassVar[str] = "module"
+    layered: ClassVar[bool] = True
+    given: ClassVar[bool] = True
+    tail: ClassVar[bool] = True
+
+    def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut | None:
+        return None
+
+    def reset(self, layer: Any, generator: torch.Generator) -> None:
+        pass
+
+    def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
+        out: Tensor = layer(reads[0])
+        return out
+
+    def kept(
+        self, name: str, value: Tensor, node: Node, reads: Sequence[Node], rows: Channels, inputs: Channels
+    ) -> Tensor:
+        return value
+
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+        return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]
+
+    def write(self, graph: Graph, op: Op) -> None:
+        from nestling.nets.ops.forms import as_onnx
+
+        assert op.module is not None
+        steps, value = as_onnx(op.module) or [], op.reads[0]
+        for index, (kind, attributes) in enumerate(steps):
+            last = index == len(steps) - 1
+            value = graph.add(kind, [value], op.out if last else f"{op.out}.{index}", attributes)

@@ -1,0 +1,62 @@
+"""Functions of several tensors, channel by channel: sums, products and the like. A single channel is broadcast over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.operation import Channels, Operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nestling.nets.plan import Node
+
+# As a function of torch, and as an ONNX operator.
+FUNCTIONS = {
+    "add": ("add", "Add"),
+    "sub": ("sub", "Sub"),
+    "mul": ("mul", "Mul"),
+    "div": ("div", "Div"),
+    "max": ("maximum", "Max"),
+    "min": ("minimum", "Min"),
+}
+
+
+@dataclass(frozen=True)
+class Zip(Operation):
+    function: str
+
+    kind: ClassVar[str] = "zip"
+    joins: ClassVar[bool] = True
+
+    @property
+    def any_axis(self) -> bool:
+        return True
+
+    def channels(self, reads: Sequence[Node]) -> int:
+        return max(read.channels for read in reads)
+
+    def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
+        return tuple((row if read.channels > 1 else 0,) for read in reads)
+
+    def tied(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
+        """Born together, because a sum is born with the latest of its terms; a broadcast channel is not."""
+        return tuple((row,) if read.channels == node.channels else () for read in reads)
+
+    def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        import torch
+
+        function, total = getattr(torch, FUNCTIONS[self.function][0]), reads[0]
+        for read in reads[1:]:
+            total = function(total, read)
+        return total
+
+    def write(self, graph: Graph, op: Op) -> None:
+        total = op.reads[0]
+        for index, read in enumerate(op.reads[1:], start=1):
+            last = index == len(op.reads) - 1
+            out = op.out if last else f"{op.out}.{index}"
+            total = graph.add(FUNCTIONS[self.function][1], [total, read], out)
