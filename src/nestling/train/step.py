@@ -20,6 +20,7 @@ from nestling.nets import NestedNet
 from nestling.recipes.recipe import Recipe, StrategyRecipe
 from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
+from nestling.train.teacher import Teacher
 
 
 def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
@@ -75,6 +76,9 @@ class Step:
         self.parameters = list(net.parameters())
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
+        self.teacher: Teacher | None = None
+        if recipe.train.teacher:
+            self.teacher = Teacher(recipe.train, net, faster if compiled else None)
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
         fast = (
             compiled and self.greedy is None
@@ -128,11 +132,12 @@ class Step:
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Fill `.grad`; the stages' losses come back detached, (stages,)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
+            teacher = self.teacher(x) if self.teacher is not None else None
             if self.tasks is not None:
-                losses, self.report = self.tasks(x, y)
+                losses, self.report = self.tasks(x, y, teacher)
                 return losses
             logits = self.forward(x)
-        losses_now = stage_losses(logits, y, self.train)
+        losses_now = stage_losses(logits, y, self.train, teacher)
         source = self.greedy or self.rows
         assert source is not None
         self.report = source.backward(losses_now)
