@@ -32,6 +32,7 @@ from nestling.nets import build, plan
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 from nestling.runs.provenance import provenance
 from nestling.train import engine, tasks
+from nestling.train.capabilities import more_queues
 from nestling.train.loop import make_optimizer
 from nestling.train.step import Step
 
@@ -357,6 +358,7 @@ def second_table(args: argparse.Namespace, split: MemorySplit, device: torch.dev
 
 
 def main() -> None:
+    more_queues()  # as every training does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--networks", nargs="+", default=CIFAR_NETWORKS)

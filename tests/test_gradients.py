@@ -1,6 +1,6 @@
 """Gradients: sgd-sum is plain backward on every kind of net and precision; rows, accumulation, refresh, errors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, Rows, backward
+from nestling.gradients import Accumulator, Rows, accumulate, backward
 from nestling.gradients.checks import explained
 from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.gradients.combiners.weighted import Weighted
@@ -593,6 +593,21 @@ def test_losses_may_come_from_a_generator(diagnose: bool) -> None:
     wanted = plain(net, losses_of(net, *batch()))
     backward((loss for loss in losses_of(net, *batch())), net, SumSGD(), diagnose=diagnose)
     assert_same(gradients(net), wanted)
+
+
+def test_losses_are_checked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = accumulate.check_losses
+
+    def counted(losses: Iterable[Tensor]) -> list[Tensor]:
+        calls.append(losses)
+        return real(losses)
+
+    monkeypatch.setattr(accumulate, "check_losses", counted)
+    net = make("nested")
+    backward(losses_of(net, *batch()), net, OSGD())
+    Accumulator(net, OSGD()).backward(losses_of(net, *batch()))
+    assert len(calls) == 2
 
 
 def owner_case(owners: dict[str, Tensor], words: str) -> None:

@@ -473,7 +473,6 @@ def test_the_slowdown_is_found_and_predictions_follow_it(factor: float, base: li
     assert pace.slowdown == pytest.approx(factor, rel=1e-3)
     for stage, latency in enumerate(base, start=1):
         assert pace.predict(stage) == pytest.approx(latency * factor, rel=1e-3)
-    assert pace.reach(sum(base) * factor * 1.01) == len(base) and pace.reach(base[0] * factor * 0.99) == 0
 
 
 def test_one_stall_hardly_moves_the_slowdown() -> None:

@@ -324,6 +324,19 @@ def test_kernels_are_cached_where_the_user_says_or_at_home(tmp_path: Path) -> No
     assert triton == "/elsewhere" and inductor == f"{folder}/inductor"
 
 
+def test_the_environment_is_changed_by_training_and_not_by_importing(tmp_path: Path) -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from nestling.commands.train import command\n"
+        "print(before == os.environ)\n"
+        f"command('digits-width', out={str(tmp_path / 'run')!r}, set=('train.epochs=1',), quiet=True)\n"
+        "print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
+    )
+    plain = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "32"]
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 

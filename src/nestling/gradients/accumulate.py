@@ -107,7 +107,10 @@ class Accumulator(Generic[R]):
 
         With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
         """
-        losses = check_losses(losses)
+        self._add(check_losses(losses), final)
+
+    def _add(self, losses: list[Tensor], final: bool) -> None:
+        """`add`, of losses that were checked."""
         self._refuse_broken()
         self._follow()
         if self.micro == 0:
@@ -404,4 +407,5 @@ def backward(
     """
     losses = check_losses(losses)  # first: where the arguments are swapped, this says so
     once = Accumulator(params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check)
-    return once.backward(losses)
+    once._add(losses, final=True)
+    return once.fill()

@@ -53,15 +53,6 @@ class Pace:
         """What this stage will take. For a batch an upper estimate: as if its images came one by one."""
         return self.base[stage - 1] * self.slowdown * images
 
-    def reach(self, seconds: float) -> int:
-        """The last stage that a fresh image will have finished after so many seconds; 0 if none."""
-        spent = 0.0
-        for stage in range(1, len(self.base) + 1):
-            spent += self.predict(stage)
-            if spent > seconds:
-                return stage - 1
-        return len(self.base)
-
 
 class Margin:
     """How much before a deadline to wake up so as to be back in time: the 98th percentile of recent lateness, from the time

@@ -18,10 +18,6 @@ from nestling.kernels.cuda import kernel_folder
 from nestling.recipes.recipe import Recipe
 from nestling.runs.device import first_line
 
-# As many hardware queues as CUDA knows, instead of 8: else the streams of trainings side by side wait for one another (5 % of
-# six). CUDA reads it once, when it starts, which may be before a training is begun:
-# therefore here.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 TRITON = (7, 0)  # the oldest compute capability Triton, and so torch.compile, writes kernels for
 BFLOAT16 = (8, 0)  # the oldest whose convolutions know bfloat16
 
@@ -42,6 +38,12 @@ def able(recipe: Recipe, chip: tuple[int, int] | None = None, triton: bool | Non
         found = f"compute capability {version}, 7.0 is needed" if chip < TRITON else "Triton is not installed"
         given_up.append(f"torch.compile cannot be used here ({found}): training without it, slower")
     return replace(recipe, train=train), given_up
+
+
+def more_queues() -> None:
+    """As many hardware queues as CUDA knows, instead of 8: else the streams of trainings side by side wait for one another
+    (5 % of six). CUDA reads it once, when it starts: who has used a GPU before training sets CUDA_DEVICE_MAX_CONNECTIONS=32."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def cache_kernels() -> Path | None:

@@ -16,7 +16,7 @@ from nestling.recipes.recipe import Recipe, flat
 from nestling.runs.device import pick_device
 from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 from nestling.train import progress
-from nestling.train.capabilities import memory_explained
+from nestling.train.capabilities import memory_explained, more_queues
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
 from nestling.train.stop import Stop, on_signal
@@ -86,6 +86,7 @@ def train(
     Ctrl-C and SIGTERM stop it after the step, with a checkpoint of the last whole epoch: that raises Stopped.
     `imports`: seconds already gone before this call, to be shown as part of the start."""
     until = time.monotonic() + seconds
+    more_queues()
     join_ranks()
     with on_signal() as stop:
         with progress.bar(recipe.name, quiet or not main_rank()) as shown:
@@ -116,6 +117,7 @@ def train_side_by_side(
     that are finished.
     """
     until = time.monotonic() + seconds
+    more_queues()
     data: dict[Any, DataSet] = {}
     with on_signal() as stop, progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
         trainings = []
