@@ -277,12 +277,14 @@ def taught_by(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     return path
 
 
+@pytest.mark.parametrize("teaches", ["all", "last"])
 @pytest.mark.parametrize("network", ["width-digits", "depth-digits"])
 @pytest.mark.parametrize("strategy", ["sgd", "osgd"])
 def test_with_a_teacher_both_ways_to_the_gradients_take_the_same_step(
-    strategy: str, network: str, taught_by: str
+    strategy: str, network: str, teaches: str, taught_by: str
 ) -> None:
-    chosen = recipe(strategy, f"train.teacher={taught_by}", "train.distill=0.7", network=network)
+    settings = (f"train.teacher={taught_by}", f"train.teaches={teaches}", "train.distill=0.7")
+    chosen = recipe(strategy, *settings, network=network)
     shared, first = stepped(chosen, own_subnets=False)
     own, second = stepped(chosen, own_subnets=True)
     assert torch.allclose(torch.stack(first), torch.stack(second), rtol=1e-6)
@@ -322,3 +324,15 @@ def test_a_teacher_of_other_classes_or_without_a_weight_is_refused(taught_by: st
     made = recipe("sgd", f"train.teacher={taught_by}", "train.distill=0.7").train
     with pytest.raises(NestlingError, match=r"classes 10, this network 7"):
         Teacher(made, build(NetworkRecipe(name="width-digits"), classes=7))
+
+
+def test_a_teacher_of_the_last_stage_leaves_the_others_to_it(taught_by: str) -> None:
+    settings = (f"train.teacher={taught_by}", "train.teaches=last", "train.distill=0.7")
+    made = recipe("sgd", *settings).train
+    net = build(NetworkRecipe(name="width-digits"))
+    x, y = batch()
+    logits, soft = net(x.float()), torch.randn(16, 10)
+    *earlier, last = stage_losses(logits, y, made, soft)
+    *by_the_last, untaught = stage_losses(logits, y, made)
+    assert torch.equal(torch.stack(earlier), torch.stack(by_the_last))
+    assert torch.equal(last, stage_losses((logits[-1],), y, made, soft)[0]) and not torch.equal(last, untaught)

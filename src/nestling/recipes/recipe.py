@@ -114,6 +114,9 @@ class TrainRecipe(Section):
         0.0  # weight of soft targets: the last stage's in the earlier ones' losses, or the teacher's in all
     )
     teacher: str = ""  # folder of a trained run whose last stage gives the soft targets
+    teaches: Literal["all", "last"] = (
+        "all"  # the stages it teaches; last: the last stage alone, which teaches the others
+    )
     distill_temperature: AboveZero = 2.0
     average: Share = 0.0  # decay of the moving average of weights; 0 = none
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -219,6 +222,7 @@ def from_dict(found: Any) -> Recipe:
 LATER = {
     "decay_norms",
     "teacher",
+    "teaches",
     "constant",
     "literal",
 }  # fields that recipes written before them lack; their defaults are what was done then

@@ -20,7 +20,12 @@ def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | 
 def stage_losses(
     logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe, teacher: Tensor | None = None
 ) -> list[Tensor]:
-    """One loss per stage. Without a teacher from outside the last stage teaches the earlier ones."""
+    """One loss per stage. Where no teacher from outside does, the last stage teaches the earlier ones."""
     *earlier, last = logits
-    inner = last if teacher is None else teacher
+    inner = inner_teacher(last, train, teacher)
     return [*(stage_loss(stage, y, train, inner) for stage in earlier), stage_loss(last, y, train, teacher)]
+
+
+def inner_teacher(last: Tensor, train: TrainRecipe, teacher: Tensor | None) -> Tensor:
+    """Whose answer the earlier stages learn from: the last stage's, unless a teacher from outside teaches all."""
+    return last.detach() if teacher is None or train.teaches == "last" else teacher

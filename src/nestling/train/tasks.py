@@ -19,7 +19,7 @@ from nestling.kernels import PREFERRED, Fused, Kept, suits
 from nestling.nets import NestedNet
 from nestling.nets.within import can_live_within, leads, memory_order, positions, within
 from nestling.recipes.recipe import TrainRecipe
-from nestling.train.losses import stage_loss
+from nestling.train.losses import inner_teacher, stage_loss
 
 
 def worth_own_subnets(net: NestedNet) -> bool:
@@ -58,11 +58,11 @@ class Tasks:
         self.streams = [torch.cuda.Stream(priority=PREFERRED) for _ in stages] if on_cuda else []
 
     def __call__(self, x: Tensor, y: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Report]:
-        """`teacher`: soft targets from outside for every task; without them the longest task teaches the others."""
+        """`teacher`: soft targets from outside; see losses.py for who learns from them."""
         last = len(self.nets) - 1
         losses: list[Tensor] = [y] * (last + 1)
         kept = Kept() if self.shares_images else None  # held until all streams have read it
-        outside = teacher is not None
+        inner: Tensor | None = None
         answered: torch.cuda.Event | None = None
         main = torch.cuda.current_stream() if self.streams else None
         for task in range(last, -1, -1):  # the longest first: the others read its images and learn from its answer
@@ -71,10 +71,9 @@ class Tasks:
                     self.streams[task].wait_event(answered)
                 logits = self.forward(task, x, kept)
                 if task == last and (kept is not None or self.train.distill):
-                    if self.train.distill and not outside:
-                        teacher = logits.detach()
+                    inner = inner_teacher(logits, self.train, teacher)
                     answered = self.streams[task].record_event() if self.streams else None
-                losses[task] = self.learn(task, logits, y, teacher if outside or task < last else None)
+                losses[task] = self.learn(task, logits, y, inner if task < last else teacher)
         if main is not None:
             for stream in self.streams:
                 main.wait_stream(stream)
