@@ -398,3 +398,36 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     assert len(set(files)) == 1
     tensors, meta = RunDir(tmp_path / "0").load_tensors("x.safetensors")
     assert sorted(tensors) == ["a", "b", "c"] and meta == {"epoch": 3, "é": [1.5, "b"]}
+
+
+# --- one process at a time -----------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from nestling.runs.folder import RunDir
+run = RunDir(sys.argv[1])
+run.hold()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_freed_by_its_end(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(NestlingError, match=f"is being trained by process {holder.pid} on .*; wait for it"):
+            run.hold()
+        holder.kill()
+    run.hold()
+    with pytest.raises(NestlingError, match=f"process {os.getpid()}, which is this one"):
+        RunDir(run.path).hold()
+    if not (child := os.fork()):  # does not hold it, and frees nothing
+        run.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    done = subprocess.run([sys.executable, "-c", HOLD, str(run.path)], capture_output=True, text=True, check=False)
+    assert "is being trained by process" in done.stderr
+    run.release()
+    RunDir(run.path).hold()
+    assert list(run.path.iterdir()) == [], "the lock that nobody refers to is gone, with its file"

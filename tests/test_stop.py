@@ -141,6 +141,38 @@ def test_a_second_ctrl_c_does_not_wait_but_a_second_sigterm_does() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+TWICE = """
+import atexit, signal, sys
+from nestling.__main__ import entry
+import nestling.commands.train as run
+
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def named(name):
+    {what}
+
+run.named = named
+sys.argv[1:] = ["train", "digits-width", "--out", sys.argv[1]]
+entry()
+"""
+PLACES = {
+    "while Python ends": "atexit.register(signal.raise_signal, signal.SIGINT); signal.raise_signal(signal.SIGINT)",
+    "half-way through an import": "try: signal.raise_signal(signal.SIGINT)\n    except KeyboardInterrupt: sys.no_such_thing",
+    "where nothing can be raised": "Gone(); signal.raise_signal(signal.SIGINT)",
+    "while the first is seen to": "try: signal.raise_signal(signal.SIGINT)\n    finally: signal.raise_signal(signal.SIGINT)",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_twice_ends_without_a_traceback(tmp_path: Path, place: str) -> None:
+    words = [sys.executable, "-c", TWICE.format(what=PLACES[place]), str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr in ("nestling: interrupted\n", ""), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_who_listens_already_goes_on_listening() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

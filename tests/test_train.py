@@ -494,3 +494,19 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     for folder in (tmp_path / "new", there):
         assert cli.main(["train", "imagenet-width", "--set", "data.root=nowhere", "--out", str(folder)]) == 1
     assert not (tmp_path / "new").exists() and [each.name for each in there.iterdir()] == ["notes.txt"]
+
+
+def test_one_folder_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
+    recipe, path = digits("train.epochs=1"), str(tmp_path / "run")
+    training = run_module.prepare(recipe, path, False, "first")
+    assert training is not None
+    for resume in (False, True):
+        with pytest.raises(NestlingError, match=r"is being trained by .*; wait for it, stop it, or train into"):
+            train(recipe, path, resume=resume, quiet=True)
+    assert RunDir(path).read_recipe() == recipe, "what the first one wrote is untouched"
+    training.run.release()
+    results = train(recipe, path, resume=True, quiet=True)
+    assert results["stages"] and not (tmp_path / "run" / ".lock").exists()
+    with pytest.raises(NestlingError, match="already holds a run"):
+        train(recipe, path, quiet=True)
+    assert train(recipe, path, resume=True, quiet=True) == results, "and whoever was refused holds nothing"

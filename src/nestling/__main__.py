@@ -3,16 +3,22 @@
 import os
 import sys
 
-from nestling.errors import explain_missing, tell
+from nestling.errors import CtrlC, explain_missing, tell
 
 
 def entry() -> None:
     """Run the command line, or say in one line what it lacks here, and exit."""
+    CtrlC.listen()
     try:
         from nestling.commands.cli import main
     except ModuleNotFoundError as error:
         tell(explain_missing(error), as_json="--json" in sys.argv)
         sys.exit(1)
+    except BaseException:
+        if not CtrlC.came():
+            raise
+        tell("interrupted", as_json="--json" in sys.argv)
+        sys.exit(130)
     code = main(sys.argv[1:])
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Under torchrun: gloo's threads may still be winding up, and tearing them down while the interpreter exits aborts

@@ -1,4 +1,4 @@
-"""The one error a user may cause, how trouble is told, and the words "did you mean" needs.
+"""The one error a user may cause, how trouble is told, Ctrl-C, and the words "did you mean" needs.
 
 NestlingError carries a message that says what was found, what was expected and what to do. The command line
 prints it without a traceback; anything else that is raised is a bug of ours. This room knows nothing else.
@@ -7,6 +7,7 @@ prints it without a traceback; anything else that is raised is a bug of ours. Th
 import difflib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable
 
@@ -32,6 +33,46 @@ def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         print(f"nestling: {message}", file=sys.stderr, flush=True)
+
+
+class CtrlC:
+    """What the command line does on Ctrl-C: the first raises KeyboardInterrupt, the next ends the process at once."""
+
+    def __init__(self) -> None:
+        self.raised, self.process = False, os.getpid()
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.once(number)
+        raise KeyboardInterrupt
+
+    def once(self, number: int) -> None:
+        """Comes back only the first time: whatever is under way then can be cleaned up once."""
+        if os.getpid() != self.process:  # a forked worker has nothing to say
+            os._exit(128 + number)
+        if self.raised:
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
+            os._exit(128 + number)
+        self.raised = True
+
+    @classmethod
+    def listen(cls) -> None:
+        """From now on; not where somebody else listens, or told us not to."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, cls())
+            sys.unraisablehook = unless_interrupted
+
+    @staticmethod
+    def came() -> bool:
+        """Whether it was pressed: what fails afterwards fails because of it."""
+        heard = signal.getsignal(signal.SIGINT)
+        return isinstance(heard, CtrlC) and heard.raised
+
+
+def unless_interrupted(problem: "sys.UnraisableHookArgs") -> None:
+    """Python tells of errors in places that cannot raise any; of Ctrl-C there is nothing to tell."""
+    if not isinstance(problem.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(problem)
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestling import __version__
-from nestling.errors import NestlingError, nearest, tell
+from nestling.errors import CtrlC, NestlingError, nearest, tell
 from nestling.files import to_text
 
 
@@ -81,6 +81,9 @@ def failed(error: BaseException, as_json: bool, with_traceback: bool) -> int:
         return int(getattr(error, "code", 130))
     if with_traceback:
         traceback.print_exception(error)
+    if CtrlC.came():  # in the middle of an import, say, which then fails for another reason
+        tell("interrupted", as_json)
+        return 130
     expected = isinstance(error, NestlingError | OSError)
     message = str(error) if expected else f"{type(error).__name__}: {error} (unexpected; --traceback shows where)"
     tell(message, as_json, said=with_traceback)

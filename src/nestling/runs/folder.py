@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError, nearest
 from nestling.files import from_text, plain, read_bytes, saying, to_text, write_atomically
 from nestling.recipes.recipe import Recipe, from_dict
+from nestling.runs.lock import Lock
 from nestling.runs.provenance import provenance
 
 RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
@@ -46,6 +47,7 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.lock: Lock | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> "RunDir":
@@ -76,8 +78,22 @@ class RunDir:
         hint = f"did you mean {nearest(run.path.name, siblings)}?" if siblings else "train a run first"
         raise NestlingError(f"there is no run folder {run.path}; {hint}")
 
+    def hold(self) -> None:
+        """Until `release`, or until this process ends, no other process holds this folder."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = Lock(self.path)
+        except OSError as error:
+            raise NestlingError(f"cannot make the run folder {self.path}: {error.strerror}; choose another") from error
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
     def discard(self) -> None:
         """A run that was refused before it began: what `create` made goes, and nothing else."""
+        self.release()
         for name in (RECIPE, PROVENANCE):
             (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds something else

@@ -5,6 +5,7 @@ In: recipes and folders. Out: finished run folders and their results. How an epo
 
 import os
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,9 +34,34 @@ def prepare(
     beside: int = 1,
     stop: Stop | None = None,
 ) -> Training | None:
-    """A Training over its run folder, new or resumed; None when the run is finished already."""
+    """A Training over its run folder, new or resumed, which it holds until it is released; None when the run is finished
+    already."""
+    run, main = RunDir.open(path) if resume else RunDir(path), main_rank()
+    if main:
+        run.hold()
+    try:
+        training = begin(recipe, run, resume, command, data, until, startup, beside, stop)
+    except BaseException:
+        run.release()
+        raise
+    if training is None:
+        run.release()
+    return training
+
+
+def begin(
+    recipe: Recipe,
+    run: RunDir,
+    resume: bool,
+    command: str,
+    data: DataSet | None,
+    until: float,
+    startup: Startup | None,
+    beside: int,
+    stop: Stop | None,
+) -> Training | None:
+    """The same in a folder that nobody else writes."""
     main = main_rank()
-    run = RunDir.open(path) if resume else RunDir.create(path) if main else RunDir(path)
     if resume:
         found = run.read_recipe()
         if found != recipe:
@@ -46,6 +72,7 @@ def prepare(
         if run.has(RESULTS):
             return None
     elif main:
+        RunDir.create(run.path)
         run.write_recipe(recipe)
     with memory_explained(recipe, lambda: kept(run), beside):
         try:
@@ -88,12 +115,13 @@ def train(
     until = time.monotonic() + seconds
     more_queues()
     join_ranks()
-    with on_signal() as stop:
+    with on_signal() as stop, ExitStack() as held:
         with progress.bar(recipe.name, quiet or not main_rank()) as shown:
             shown.startup.seconds["import"] = imports
             training = prepare(recipe, path, resume, command, until=until, startup=shown.startup, stop=stop)
             if training is None:
                 return dict(RunDir.open(path).read_json(RESULTS))
+            held.callback(training.run.release)
             for epoch, index in training.epochs():
                 shown(training, epoch, index)
         stop.waits = False
@@ -119,7 +147,7 @@ def train_side_by_side(
     until = time.monotonic() + seconds
     more_queues()
     data: dict[Any, DataSet] = {}
-    with on_signal() as stop, progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
+    with on_signal() as stop, ExitStack() as held, progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
         trainings = []
         for recipe, path in recipes:
             begun = RunDir(path).has("recipe.json")
@@ -129,6 +157,8 @@ def train_side_by_side(
                     data[key] = load(recipe.data, pick_device(recipe.train.device))
             made = prepare(recipe, path, begun, command, data[key], until, shown.startup, len(recipes), stop)
             trainings.append(made)
+            if made is not None:
+                held.callback(made.run.release)
         turns = [(training, training.epochs(len(recipes))) for training in trainings if training is not None]
         while turns:
             places = [(training, turn, next(turn, None)) for training, turn in turns]

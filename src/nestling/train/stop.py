@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Signals are taken over only from these: a caller who listens, or who told us not to, has a reason.
+from nestling.errors import CtrlC
+
+# Signals are taken over only from these, and the command line: a caller who listens, or told us not to, has a reason.
 USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -28,8 +30,9 @@ class Stopped(KeyboardInterrupt):
 class Stop:
     """Whether a signal has asked to stop. While `waits`, it is for the training to notice; else it is raised at once."""
 
-    def __init__(self) -> None:
-        self.number, self.waits, self.process = 0, False, os.getpid()
+    def __init__(self, ctrl_c: CtrlC | None = None) -> None:
+        """`ctrl_c`: what listened before."""
+        self.number, self.waits, self.process, self.ctrl_c = 0, False, os.getpid(), ctrl_c
 
     @property
     def asked(self) -> bool:
@@ -46,15 +49,23 @@ class Stop:
             return
         again, self.number = self.asked, number
         if not self.waits or (again and number == signal.SIGINT):  # SIGTERM may come twice: from a job and its launcher
+            if self.ctrl_c is not None:
+                self.ctrl_c.once(number)
             raise self.stopped()
 
 
 @contextmanager
 def on_signal() -> Iterator[Stop]:
     """While it lasts, SIGINT and SIGTERM ask to stop; a second Ctrl-C does not wait. Only a main thread hears signals."""
-    stop = Stop()
+    heard = signal.getsignal(signal.SIGINT)
+    stop = Stop(heard if isinstance(heard, CtrlC) else None)
     main = threading.current_thread() is threading.main_thread()
-    taken = {number: usual for number, usual in USUAL.items() if main and signal.getsignal(number) is usual}
+    before = {number: signal.getsignal(number) for number in USUAL}
+    taken = {
+        number: handler
+        for number, handler in before.items()
+        if main and (handler is USUAL[number] or isinstance(handler, CtrlC))
+    }
     for number in taken:
         signal.signal(number, stop)
     try:
