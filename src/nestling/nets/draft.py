@@ -19,10 +19,11 @@ from nestling.nets.settle import settle
 class Draft:
     """A plan while it is being drawn. Methods take and return node names."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], axis: int = 1) -> None:
+        """`shape` is that of one image, without the batch; `axis` is where its channels stand, counted with the batch."""
         self.name = name
         self.nodes: dict[str, Node] = {}
-        self.put(Node("input", Input(), (), (1,) * shape[0], tuple(shape[1:])))
+        self.put(Node("input", Input(axis=axis), (), (1,) * shape[axis - 1], (*shape[: axis - 1], *shape[axis:])))
 
     def put(self, node: Node) -> str:
         if node.name in self.nodes:
@@ -88,7 +89,7 @@ class Draft:
 
     def head(self, stage: int, x: str, classes: int) -> str:
         """Global average of a normalised activation, then a linear layer on the channels born by `stage`."""
-        pooled = f"{x}.mean"
+        pooled = f"{x}.mean" if self.nodes[x].size else x
         if pooled not in self.nodes:
             self.draw(pooled, Mean(), [x])
         births = self.births(pooled)

@@ -133,9 +133,9 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
         self.births = births
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() not in (2, 4):
+        if input.dim() not in (2, 3, 4):
             raise NestlingError(
-                f"batch norm takes (N, C) or (N, C, H, W); found a tensor of shape {tuple(input.shape)}."
+                f"batch norm takes (N, C), (N, C, L) or (N, C, H, W); found a tensor of shape {tuple(input.shape)}."
             )
 
     def forward(self, input: Tensor) -> Tensor:

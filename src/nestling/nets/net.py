@@ -266,7 +266,7 @@ def last_uses(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def check_input(plan: Plan, x: Tensor) -> None:
-    expected = (plan.input.channels, *plan.input.size)
+    expected = plan.input.shape(plan.input.channels)
     if tuple(x.shape[1:]) != expected:
         raise NestlingError(
             f"{plan.name} takes images of shape (N, {', '.join(map(str, expected))}); found {tuple(x.shape)}."

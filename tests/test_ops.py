@@ -1,0 +1,264 @@
+"""Every operation of the registry, in a small network of two stages: what it says of itself is what it computes, stages and
+subnetworks agree with the whole, nothing of a later stage is read by an earlier one, and frozen it computes the same."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nestling.errors import NestlingError
+from nestling.export.fold import fold, merge
+from nestling.export.freeze import freeze, freeze_whole, shapes
+from nestling.export.graph import write_stage
+from nestling.export.torchstage import TorchStage
+from nestling.nets import NestedNet
+from nestling.nets.draft import Draft
+from nestling.nets.ops import (
+    OPS,
+    BatchNorm,
+    Cat,
+    Conv,
+    Flatten,
+    GroupNorm,
+    Linear,
+    Map,
+    Mean,
+    Module,
+    Operation,
+    PReLU,
+    Select,
+    Zip,
+)
+from nestling.nets.within import can_live_within, within
+
+BIRTHS = (1, 1, 2, 2)
+IMAGE = (3, 6, 6)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A network body that uses one operation; its last node is what the heads read."""
+
+    draw: Callable[[Draft], str]
+    shape: tuple[int, ...] = IMAGE
+    given: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def behind_a_stem(op: Operation, *births: int) -> Callable[[Draft], str]:
+    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", BIRTHS)], births or None)
+
+
+def of_two(op: Operation) -> Callable[[Draft], str]:
+    return lambda draft: draft.draw("it", op, [draft.conv(name, "input", BIRTHS) for name in ("one", "two")])
+
+
+def gated(draft: Draft) -> str:
+    """A single channel, broadcast over others."""
+    one, all_of_them = draft.conv("one", "input", (1,), kernel=1), draft.conv("all", "input", BIRTHS)
+    return draft.draw("it", Zip("mul"), [one, all_of_them])
+
+
+def mlp(draft: Draft) -> str:
+    flat = draft.draw("flat", Flatten(), [draft.conv("stem", "input", (1, 2), stride=2)])
+    return draft.draw("it", Linear(bias=True), [flat], (1, 1, 2))
+
+
+EXAMPLES: dict[str, list[Example]] = {
+    "conv": [
+        Example(behind_a_stem(Conv((3, 2), (2, 1), (1, 0), (1, 2), bias=True), 1, 1, 2)),
+        Example(behind_a_stem(Conv((3, 3), padding=(1, 1), groups=4), *BIRTHS)),
+        Example(behind_a_stem(Conv((1, 1), groups=2, bias=True), 1, 1, 1, 2, 2, 2)),
+        Example(behind_a_stem(Conv((3, 3)), 2, 1, 2, 1)),  # births that are not sorted
+    ],
+    "linear": [Example(mlp)],
+    "batchnorm": [Example(behind_a_stem(BatchNorm(1e-3, 0.2))), Example(behind_a_stem(BatchNorm(affine=False)))],
+    "groupnorm": [Example(behind_a_stem(GroupNorm(2))), Example(behind_a_stem(GroupNorm(4, affine=False)))],
+    "prelu": [Example(behind_a_stem(PReLU()))],
+    "map": [Example(behind_a_stem(Map(function))) for function in ("relu", "pool2", "pool2up", "maxpool3")],
+    "mean": [Example(behind_a_stem(Mean()))],
+    "module": [Example(behind_a_stem(Module()), given={"it": nn.Hardswish()})],
+    "zip": [Example(of_two(Zip(function))) for function in ("add", "sub", "max", "min")] + [Example(gated)],
+    "select": [
+        Example(behind_a_stem(Select((2, 0, -1, -1, 1)), 2, 1, 1, 2, 1)),
+        Example(behind_a_stem(Select((-1, 0, 2)), 2, 1, 2)),
+        Example(behind_a_stem(Select((1, 3)), 1, 2)),
+    ],
+    "cat": [Example(of_two(Cat()))],
+    "flatten": [Example(behind_a_stem(Flatten()))],
+}
+CASES = [pytest.param(each, id=f"{kind}-{i}") for kind, some in EXAMPLES.items() for i, each in enumerate(some)]
+
+
+def network(example: Example) -> NestedNet:
+    """The example with one head per stage, weights, slopes and statistics drawn at random."""
+    draft = Draft("example", example.shape)
+    body = example.draw(draft)
+    heads = [draft.head(stage, body, 3) for stage in (1, 2)]
+    torch.manual_seed(0)
+    net = NestedNet(draft.finish(heads, ("s", "l")), example.given).reset(torch.Generator().manual_seed(0)).eval()
+    with torch.no_grad():
+        for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+            if name.endswith(("running_mean", "bias", "it.weight")):
+                tensor.add_(torch.randn_like(tensor) * (tensor != 0) if name.endswith("it.weight") else 0.5)
+    return net
+
+
+def images(example: Example, count: int = 3) -> Tensor:
+    return torch.randn(count, *example.shape, generator=torch.Generator().manual_seed(1))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_every_operation_has_an_example() -> None:
+    assert set(EXAMPLES) == set(OPS) - {"input"}
+    assert all(op.kind == kind for kind, op in OPS.items())
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_what_comes_out_is_as_large_as_planned(example: Example) -> None:
+    net, x = network(example), images(example)
+    values = {net.plan.input.name: x}
+    for node in net.plan.nodes[1:]:
+        values[node.name] = net.compute(node, [values[read] for read in node.reads])
+        assert values[node.name].shape == (3, *node.shape(node.channels)), node.name
+    held = sum(int((bits != 0).expand_as(p).sum()) for p, bits in zip(net.parameters(), owners(net), strict=True))
+    assert held == net.plan.params(2), "every parameter that some task owns is counted once"
+
+
+def owners(net: NestedNet) -> list[Tensor]:
+    found = net.owners()
+    return [found[name] for name, _ in net.named_parameters()]
+
+
+@pytest.mark.parametrize("example", CASES)
+@torch.no_grad()
+def test_stages_and_subnetworks_agree_with_the_whole(example: Example) -> None:
+    net, x = network(example), images(example)
+    whole = net(x)
+    for stage, (answer, expected) in enumerate(zip(net.answers(x), whole, strict=True), start=1):
+        close(answer, expected)
+        close(net.subnet(stage)(x), expected)
+        if can_live_within(net.plan):
+            close(within(net, stage)(x)[0], expected)
+        small = net.subnet(stage).net.plan
+        assert small.params(small.stages) == net.plan.task_params(stage - 1)
+
+
+@pytest.mark.parametrize("example", CASES)
+@torch.no_grad()
+def test_an_earlier_stage_reads_nothing_of_a_later_one(example: Example) -> None:
+    """Whatever the first answer does not own is no number: its stage must not touch it."""
+    net, x = network(example), images(example)
+    expected = net(x)[0]
+    for parameter, bits in zip(net.parameters(), owners(net), strict=True):
+        parameter[(bits & 1 == 0).expand_as(parameter)] = float("nan")
+    for node in net.plan.nodes:
+        later = torch.tensor([not bits & 1 for bits in net.plan.owners[node.name]])
+        for statistics in dict(net.layer(node.name).named_buffers() if isinstance(node.op, BatchNorm) else ()).values():
+            if statistics.dim():
+                statistics[later] = float("nan")
+    close(next(iter(net.answers(x))), expected)
+    close(net.subnet(1)(x), expected)
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_frozen_it_computes_the_same(example: Example) -> None:
+    frozen_agrees(network(example), images(example))
+
+
+@torch.no_grad()
+def frozen_agrees(net: NestedNet, x: Tensor) -> None:
+    """Frozen stages by torch and by ONNX Runtime, and all stages frozen at once, against the network itself."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    stages = merge(fold(freeze(net)))
+    known, by_torch, by_onnx = shapes(net, stages), {"input": x}, {"input": x.numpy()}
+    for stage, expected in zip(stages, net(x), strict=True):
+        logits, *given = TorchStage(stage)(*(by_torch[name] for name in stage.takes))
+        by_torch |= dict(zip(stage.gives, given, strict=True))
+        close(logits, expected)
+        session = onnxruntime.InferenceSession(write_stage(stage, known), providers=["CPUExecutionProvider"])
+        answer, *written = session.run(None, {name: by_onnx[name] for name in stage.takes})
+        by_onnx |= dict(zip(stage.gives, written, strict=True))
+        close(torch.from_numpy(answer), expected)
+    for answer, expected in zip(TorchStage(fold((freeze_whole(net),))[0])(x), net(x), strict=True):
+        close(answer, expected)
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_gradients_stay_inside_their_task(example: Example) -> None:
+    """The loss of each task reaches what it owns and nothing else."""
+    net = network(example).train()
+    for task, answer in enumerate(net(images(example))):
+        grads = torch.autograd.grad(answer.square().sum(), list(net.parameters()), allow_unused=True, retain_graph=True)
+        for grad, bits in zip(grads, owners(net), strict=True):
+            if grad is not None:
+                assert not grad[(bits >> task & 1 == 0).expand_as(grad)].any()
+
+
+# --- channels that stand elsewhere --------------------------------------------------------------------------------
+
+
+def tokens() -> NestedNet:
+    """Vectors of 3 channels, 5 of them a sequence: channels are the last axis. Every token is answered."""
+    draft = Draft("tokens", (5, 3), axis=2)
+    wide = draft.draw("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
+    relu = draft.draw("relu", Map("relu", axis=2), [wide])
+    deep = draft.draw("deep", Linear(axis=2), [relu], BIRTHS)
+    total = draft.draw("sum", Zip("add", axis=2), [deep, wide])
+    turned = draft.draw("turned", Select((3, -1, 0, 1), axis=2), [total], (2, 2, 1, 1))
+    both = draft.draw("both", Cat(axis=2), [total, turned])
+    heads = []
+    for stage in (1, 2):
+        live = tuple(c for c, birth in enumerate(draft.births(both)) if birth <= stage)
+        taken = draft.draw(f"take{stage}", Select(live, axis=2), [both], tuple(draft.births(both)[c] for c in live))
+        heads.append(draft.draw(f"head{stage}", Linear(bias=True, axis=2), [taken], (stage,) * 3))
+    net = NestedNet(draft.finish(heads, ("s", "l")))
+    return net.reset(torch.Generator().manual_seed(0)).eval()
+
+
+@torch.no_grad()
+def test_channels_may_be_the_last_axis() -> None:
+    net, x = tokens(), torch.randn(2, 5, 3)
+    assert [tuple(each.shape) for each in net(x)] == [(2, 5, 3)] * 2
+    for stage, (answer, expected) in enumerate(zip(net.answers(x), net(x), strict=True), start=1):
+        close(answer, expected)
+        close(net.subnet(stage)(x), expected)
+    frozen_agrees(net, x)
+    assert net.plan.row_macs(net.plan.by_name["deep"], 0) == 2 * 5, "one product per token and channel read"
+
+
+def test_an_operation_that_knows_images_only_refuses_tokens() -> None:
+    draft = Draft("tokens", (5, 3), axis=2)
+    wide = draft.draw("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
+    normed = draft.draw("norm", BatchNorm(), [wide])
+    heads = [draft.draw(f"head{s}", Linear(axis=2), [normed], (s,) * 3) for s in (1, 2)]
+    with pytest.raises(
+        NestlingError, match=r"norm .batchnorm. reads wide, whose channels stand at axis 2, .* expected axis 1"
+    ):
+        draft.finish(heads, ("s", "l"))
+
+
+@torch.no_grad()
+def test_channels_of_the_input_that_nobody_reads_stay_in_their_place() -> None:
+    draft = Draft("some", IMAGE)
+    taken = draft.draw("taken", Select((1, 2)), ["input"])
+    own = draft.draw("own", Conv((3, 3), padding=(1, 1), groups=2), [taken], (1, 1))
+    body = draft.conv("body", own, BIRTHS)
+    net = NestedNet(draft.finish([draft.head(stage, body, 3) for stage in (1, 2)], ("s", "l"))).eval()
+    x = torch.randn(2, *IMAGE)
+    images = net.layer("body")(net.layer("own")(x[:, 1:])).mean((2, 3))
+    for stage, (answer, head) in enumerate(zip(net(x), net.plan.heads, strict=True), start=1):
+        close(answer, net.layer(head)(images[:, : 2 * stage]))
+        close(net.subnet(stage)(x), answer)
+
+
+def test_one_layer_in_two_places_freezes_whole() -> None:
+    plan = network(EXAMPLES["zip"][0]).plan
+    nodes = tuple(replace(node, shares="one") if node.name == "two" else node for node in plan.nodes)
+    net = NestedNet(replace(plan, nodes=nodes)).reset(torch.Generator().manual_seed(0)).eval()
+    frozen_agrees(net, torch.randn(2, *IMAGE))
