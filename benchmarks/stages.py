@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestling.export.write import run_all
 from nestling.nets import NETS, NestedNet, Plan, build, plan
 from nestling.nets.births import grow
 from nestling.recipes.recipe import NetworkRecipe
@@ -36,6 +35,7 @@ from nestling.runtime import Anytime, Runtime, Spec
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Engine, Floats, Stop
 from nestling.runtime.runtime import load_run
+from nestling.runtime.verified import run_all
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 REST = 0.002  # seconds before a question that is timed by itself

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from nestling.commands.export import command, show
 from nestling.errors import NestlingError
-from nestling.export import export_net, write
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
 from nestling.export.graph import must_trace, write_stage
+from nestling.export.manifest import read_manifest
 from nestling.export.torchstage import TorchStage
 from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
@@ -31,10 +31,11 @@ from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runs import shelf
+from nestling.runtime import verified
 from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
-from nestling.runtime.manifest import read_manifest
 from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
+from nestling.runtime.verified import export_net
 
 SMALLER: dict[str, dict[str, Any]] = {
     "width-resnet50": {"widths": (16, 32, 64, 128), "blocks": (1, 1, 1, 1)},
@@ -80,7 +81,7 @@ def by_onnx(net: NestedNet, stages: tuple[Frozen, ...], x: Tensor, batch: int = 
     known = shapes(net, stages)
     graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
     engine = OnnxEngine(graphs, known, known[stages[0].head][0])
-    return [torch.from_numpy(logits) for logits in write.run_all(engine, x.numpy(), batch)]
+    return [torch.from_numpy(logits) for logits in verified.run_all(engine, x.numpy(), batch)]
 
 
 def agree(found: list[Tensor], net: NestedNet, x: Tensor) -> None:
@@ -299,7 +300,7 @@ def test_nothing_is_written_when_verification_fails(tmp_path: Path, monkeypatch:
     net, x = network("width-digits")
     export_net(net, bare_spec(net), tmp_path / "stages", x)
     before = {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()}
-    monkeypatch.setattr(write, "TOLERANCE", 0.0)
+    monkeypatch.setattr(verified, "TOLERANCE", 0.0)
     with pytest.raises(NestlingError, match="differs from the network"):
         export_net(copy.deepcopy(net), bare_spec(net), tmp_path / "stages", x)
     assert {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()} == before

@@ -10,8 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "nestling"
 
-# From the top of the house to the bottom; a line may import from its own and earlier lines. export and runtime share one:
-# the runtime freezes stages as export does, and export opens what it wrote as the runtime does.
+# From the top of the house to the bottom; a line may import from its own and earlier lines.
 FLOW = """
     errors
     files
@@ -22,7 +21,8 @@ FLOW = """
     gradients
     runs
     train
-    export runtime
+    export
+    runtime
     studies
     report
     paper

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import NestlingError
-from nestling.export import export_net
+from nestling.export.manifest import MANIFEST, checksum
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime
 from nestling.runtime.external import has_external_data
-from nestling.runtime.manifest import MANIFEST, checksum
 from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
+from nestling.runtime.verified import export_net
 
 
 @pytest.fixture(scope="module")

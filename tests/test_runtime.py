@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 import nestling
 from nestling.errors import NestlingError
+from nestling.export.spec import from_dict
 from nestling.nets import NETS, NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, prompt
@@ -36,7 +37,6 @@ from nestling.runtime.answer import softmax
 from nestling.runtime.engine import Floats
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.pace import Margin
-from nestling.runtime.spec import from_dict
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -736,7 +736,7 @@ def test_optimising_stages_together_moves_no_layer_from_one_to_another(name: str
     onnx = pytest.importorskip("onnx")
     from nestling.export.fold import fold, merge, split
     from nestling.export.freeze import freeze, shapes
-    from nestling.export.native import native_graphs
+    from nestling.runtime.engines.native import native_graphs
 
     net = build(NetworkRecipe(name=name))
     stages = split(merge(fold(freeze(net))))

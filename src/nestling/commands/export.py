@@ -10,11 +10,11 @@ from rich.table import Table
 
 from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.export import export_net
 from nestling.recipes.recipe import from_dict
 from nestling.runs import shelf
 from nestling.runs.folder import WEIGHTS
 from nestling.runtime.runtime import load_source
+from nestling.runtime.verified import export_int8, export_net
 
 IMAGES = 64  # real images, at most, that every stage is verified on
 
@@ -45,8 +45,6 @@ def command(
     place = Path(out) if out else folder.path / kind if folder else Path(f"{run}-{kind}")
     about = {"run": folder.path.name if folder else run, "network": net.plan.name, "data": data.name}
     if int8:
-        from nestling.export.quantise import export_int8
-
         manifest = export_int8(net, spec, place, load(data), images, about)
     else:
         manifest = export_net(net, spec, place, shelf.some_images(folder or run, IMAGES), format, about)

@@ -1,20 +1,7 @@
-"""Exporting a network's stages: each its own graph, with state in and out.
+"""A network as frozen stages: each its own program, with state in and out, written for other engines.
 
-freeze.py cuts a network into frozen programs, fold.py makes them fast, torchstage.py runs them with torch; graph.py and
-modules.py write ONNX, pt2.py torch.export; write.py makes and verifies a folder of them, quantise.py one in 8 bits.
+freeze.py cuts a network into frozen programs, fold.py makes them fast, torchstage.py runs them with torch; graph.py writes
+ONNX, pt2.py torch.export, quantise.py 8 bits; spec.py says what the network is, manifest.py what lies in a folder of stages,
+and write.py makes such a folder. spec.py and manifest.py need no torch. Nothing here runs a stage by a deadline:
+nestling.runtime does, and verifies what was written.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nestling.export.write import export_net
-
-__all__ = ["export_net"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "export_net":  # lazily: the runtime needs frozen programs, and need not wait for what writes files
-        from nestling.export.write import export_net
-
-        return export_net
-    raise AttributeError(f"module 'nestling.export' has no attribute {name!r}")

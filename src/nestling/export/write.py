@@ -1,90 +1,85 @@
-"""Writing exported stages: graphs and manifest into a folder that appears whole, verified, or not at all.
+"""Writing exported stages: graphs and manifest into a folder that appears whole, or not at all.
 
-In: a network, what is known of it, and real images. Out: a folder and what was verified: every stage's logits, read back
-from disk, against the network's own, one image at a time and 32 together. Knows neither runs nor the command line.
+In: a network, what is known of it, and a function that opens what was written and judges it. Out: a folder and its manifest.
+Runs nothing, and knows neither runs nor the command line.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from nestling import __version__
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
+from nestling.export.manifest import MANIFEST, Manifest, StageFile, checksum, read_manifest
+from nestling.export.spec import Spec
 from nestling.files import saying, to_text, write_atomically
 from nestling.nets import NestedNet
-from nestling.runtime.engine import Engine, Floats, Stop, warm_up
-from nestling.runtime.manifest import MANIFEST, Manifest, StageFile, checksum, read_manifest
-from nestling.runtime.spec import Spec
 
-TOLERANCE = 1e-4  # of logits, relative to the largest where that is above 10
-BATCHES = (1, 32)
 Form = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]
 
 
-def onnx_form() -> tuple[Form, Callable[[Path, Manifest], Engine]]:
+def onnx_form() -> Form:
     from nestling.export.graph import write_stage
-    from nestling.runtime.portable import open_engine
 
-    return write_stage, open_engine
+    return write_stage
 
 
-def pt2_form() -> tuple[Form, Callable[[Path, Manifest], Engine]]:
-    from nestling.export.pt2 import open_engine, write_stage
+def pt2_form() -> Form:
+    from nestling.export.pt2 import write_stage
 
-    return write_stage, open_engine
+    return write_stage
 
 
 FORMS = {"onnx": onnx_form, "pt2": pt2_form}
 
 
-def export_net(
+def write_stages(
     net: NestedNet,
     spec: Spec,
-    folder: str | Path,
-    images: Tensor,
-    form: str = "onnx",
-    about: dict[str, Any] | None = None,
+    folder: Path,
+    form: str,
+    about: Mapping[str, Any],
+    complete: Callable[[Path, Manifest], Manifest],
 ) -> Manifest:
-    """Write a network's stages into a folder, verified on `images` (n,C,H,W, normalised). Replaces an earlier export."""
+    """Write a network's stages into a folder, in place of an earlier export. `complete` opens what was written, before the
+    folder appears: it returns the manifest with what it found out, or raises, and then nothing was written."""
     if form not in FORMS:
         raise NestlingError(f"unknown format {form!r}; expected {' or '.join(FORMS)}")
     try:
-        write, reopen = FORMS[form]()
+        write = FORMS[form]()
     except ImportError as error:
         raise NestlingError(f"exporting needs more packages ({error}); run: pip install 'nestling[export]'") from error
     stages = merge(fold(freeze(net)))
     stages = split(stages) if form == "onnx" else stages
     known = shapes(net, stages)
-    with whole_folder(Path(folder)) as place:
+    graphs = [(write(stage, known), stage.takes, stage.gives) for stage in stages]
+    made = Manifest(spec, form, "float32", (), known, (), {**about, "versions": versions(form)})
+    return write_graphs(graphs, made, folder, complete)
+
+
+def write_graphs(
+    graphs: Iterable[tuple[bytes, tuple[str, ...], tuple[str, ...]]],
+    manifest: Manifest,
+    folder: Path,
+    complete: Callable[[Path, Manifest], Manifest],
+) -> Manifest:
+    """The graphs of all stages (model, takes, gives) into a folder that appears whole, or not at all."""
+    with whole_folder(folder) as place:
         files: list[StageFile] = []
-        for stage in stages:
-            name, data = f"stage{len(files) + 1}.{form}", write(stage, known)
+        for data, takes, gives in graphs:
+            name = f"stage{len(files) + 1}.{manifest.form}"
             write_atomically(place / name, data)
-            files.append(StageFile(name, checksum(data), stage.takes, stage.gives))
-        passed = {name: known[name] for file in files for name in ("input", *file.takes, *file.gives)}
-        manifest = Manifest(
-            spec, form, "float32", tuple(files), passed, (), {**(about or {}), "versions": versions(form)}
-        )
-        engine = reopen(place, save(place, manifest))
-        try:
-            verified = verify(engine, net, images)
-            latencies = tuple(warm_up(engine, spec.shape))
-        finally:
-            engine.close()
-        manifest = replace(manifest, latencies=latencies, about={**(manifest.about or {}), "verified": verified})
-        save(place, manifest)
-    return manifest
+            files.append(StageFile(name, checksum(data), takes, gives))
+        passed = {name: manifest.shapes[name] for file in files for name in ("input", *file.takes, *file.gives)}
+        manifest = complete(place, save(place, replace(manifest, stages=tuple(files), shapes=passed)))
+        return save(place, manifest)
 
 
 def save(place: Path, manifest: Manifest) -> Manifest:
@@ -118,37 +113,3 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def verify(engine: Engine, net: NestedNet, images: Tensor, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Compare every stage with the network itself on real images; raises if any logit is further off than TOLERANCE."""
-    training = net.training
-    net.eval()
-    with torch.no_grad():
-        device = next(net.parameters()).device
-        expected = [logits.float().cpu().numpy() for logits in net(images.to(device))]
-    net.train(training)
-    off = [0.0] * engine.stages
-    for batch in batches:
-        found = run_all(engine, images.cpu().numpy(), batch)
-        for stage, logits in enumerate(found):
-            scale = max(1.0, float(np.abs(expected[stage]).max()) / 10)
-            off[stage] = max(off[stage], float(np.abs(logits - expected[stage]).max()) / scale)
-    bad = [stage for stage, amount in enumerate(off, start=1) if not amount <= TOLERANCE]  # also if it is NaN
-    if bad:
-        raise NestlingError(
-            f"the exported stage {bad[0]} differs from the network by {off[bad[0] - 1]:.1e} on {len(images)} images, "
-            f"more than {TOLERANCE:g}; nothing was written. This is a bug: please report the network's recipe"
-        )
-    return {"images": len(images), "batches": list(batches), "largest_difference": off, "tolerance": TOLERANCE}
-
-
-def run_all(engine: Engine, images: Floats, batch: int) -> list[Floats]:
-    """The logits of every stage (n,classes) by an engine, so many images at a time."""
-    found: list[list[Floats]] = [[] for _ in range(engine.stages)]
-    for start in range(0, len(images), batch):
-        state = engine.start(np.ascontiguousarray(images[start : start + batch]))
-        for stage in range(1, engine.stages + 1):
-            logits, state = engine.step(stage, state, Stop())
-            found[stage - 1].append(logits)
-    return [np.concatenate(each) for each in found]

@@ -2,17 +2,17 @@
 
 answer.py is what a caller gets; engine.py what a stage engine must offer, engines/ those there are; worker.py runs stages
 (work.py) in a thread of its own and decides which; caller.py is the caller's side, with mailbox.py, bell.py and prompt.py to
-wake up on time; pace.py and forecast.py predict; spec.py and inputs.py say what goes in; manifest.py and portable.py run exported
-stages. All this needs numpy only. runtime.py and build.py, with torch, answer with a trained network.
+wake up on time; pace.py and forecast.py predict; inputs.py says what goes in; portable.py answers with exported stages. All this
+needs numpy only. runtime.py and build.py answer with a trained network, and verified.py exports one, with torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer
 from nestling.runtime.caller import Anytime, Pending
 from nestling.runtime.engine import Abandoned, Engine, Stop
 from nestling.runtime.pace import Pace
-from nestling.runtime.spec import Spec
 
 if TYPE_CHECKING:
     from nestling.runtime.runtime import Runtime

@@ -45,7 +45,7 @@ def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], threads: int) -> Eng
     """Frozen stages as ONNX graphs in memory, run by ONNX Runtime."""
     try:
         from nestling.export.graph import write_stage
-        from nestling.export.native import native_graphs
+        from nestling.runtime.engines.native import native_graphs
         from nestling.runtime.engines.onnx import OnnxEngine, Pool, StageGraph
     except ImportError as error:
         raise NestlingError(f"{error}; run: pip install 'nestling[export]', or use the eager engine") from error

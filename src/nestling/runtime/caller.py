@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
+from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, softmax
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast
@@ -25,7 +26,6 @@ from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.pace import Margin, Pace
 from nestling.runtime.prompt import Promptly
-from nestling.runtime.spec import Spec
 from nestling.runtime.work import News, Row, Trail, Work
 from nestling.runtime.worker import Worker
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import NestlingError
+from nestling.export.spec import Spec
 from nestling.runtime.engine import Floats
-from nestling.runtime.spec import Spec
 
 BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
 

@@ -7,11 +7,11 @@ worker and clock; x is an array, uint8 as in files or float32 normalised. It tra
 from pathlib import Path
 
 from nestling.errors import NestlingError
+from nestling.export.manifest import Manifest, read_graph, read_manifest
 from nestling.runtime.caller import MEMORY, Anytime
 from nestling.runtime.engine import warm_up
 from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
 from nestling.runtime.inputs import check_threads
-from nestling.runtime.manifest import Manifest, read_graph, read_manifest
 from nestling.runtime.pace import Pace
 
 __all__ = ["Portable", "open_engine"]

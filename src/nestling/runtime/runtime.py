@@ -15,6 +15,7 @@ import torch
 
 from nestling.data import load
 from nestling.errors import NestlingError
+from nestling.export.spec import Spec
 from nestling.nets import NestedNet
 from nestling.runs import shelf
 from nestling.runs.device import pick_device
@@ -27,7 +28,6 @@ from nestling.runtime.caller import MEMORY, Anytime
 from nestling.runtime.confidence import Confidence, calibrate
 from nestling.runtime.engine import warm_up
 from nestling.runtime.pace import Pace
-from nestling.runtime.spec import Spec
 
 
 class Runtime(Anytime):

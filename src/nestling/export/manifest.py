@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
+from nestling.export.spec import MOST_VALUES, Spec, from_dict, sides_of
 from nestling.files import from_text, read_bytes
-from nestling.runtime.spec import MOST_VALUES, Spec, from_dict, sides_of
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "nestling-stages", 1

@@ -1,0 +1,147 @@
+"""Exporting a network and trusting what was written: every stage, read back from disk, is run before it counts.
+
+In: a network, what is known of it, real images or a data set. Out: a folder of stages whose logits are the network's own, one
+image at a time and 32 together, or whose error in 8 bits is stated, and how long each stage takes here. Writing is
+nestling.export's business, running that of the engines.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestling.data import DataSet
+from nestling.errors import NestlingError
+from nestling.export.fold import fold, merge
+from nestling.export.freeze import freeze, shapes
+from nestling.export.manifest import Manifest
+from nestling.export.spec import Spec
+from nestling.export.write import versions, write_graphs, write_stages
+from nestling.nets import NestedNet
+from nestling.runtime.engine import Engine, Floats, Stop, warm_up
+
+TOLERANCE = 1e-4  # of logits, relative to the largest where that is above 10
+BATCHES = (1, 32)
+VERIFIED = 64  # images on which the graphs that become 8 bits are verified
+
+
+def open_onnx(folder: Path, manifest: Manifest) -> Engine:
+    from nestling.runtime.portable import open_engine
+
+    return open_engine(folder, manifest)
+
+
+def open_pt2(folder: Path, manifest: Manifest) -> Engine:
+    from nestling.runtime.engines.pt2 import open_engine
+
+    return open_engine(folder, manifest)
+
+
+OPENERS: dict[str, Callable[[Path, Manifest], Engine]] = {"onnx": open_onnx, "pt2": open_pt2}
+
+
+def export_net(
+    net: NestedNet,
+    spec: Spec,
+    folder: str | Path,
+    images: Tensor,
+    form: str = "onnx",
+    about: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write a network's stages into a folder, verified on `images` (n,C,H,W, normalised). Replaces an earlier export."""
+
+    def complete(place: Path, manifest: Manifest) -> Manifest:
+        engine = OPENERS[form](place, manifest)
+        try:
+            story = {**(manifest.about or {}), "verified": verify(engine, net, images)}
+            return replace(manifest, latencies=tuple(warm_up(engine, spec.shape)), about=story)
+        finally:
+            engine.close()
+
+    return write_stages(net, spec, Path(folder), form, about or {}, complete)
+
+
+def export_int8(
+    net: NestedNet, spec: Spec, folder: Path, data: DataSet, images: int, about: Mapping[str, Any]
+) -> Manifest:
+    """Write a network's stages in 8 bits, with the error of every stage before and after on the same test images. The float32
+    graphs they are made from are verified first."""
+    from nestling.export.graph import write_stage
+    from nestling.export.quantise import CALIBRATION, calibration_images, first_images, outputs, quantise_stage
+    from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
+
+    stages = merge(fold(freeze(net)))
+    known = shapes(net, stages)
+    graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
+    x, y = first_images(data, images)
+    plain = OnnxEngine(graphs, known, len(spec.classes))
+    verified = verify(plain, net, torch.from_numpy(x[:VERIFIED]))
+
+    def in_8_bits() -> Iterator[tuple[bytes, tuple[str, ...], tuple[str, ...]]]:
+        values = {"input": calibration_images(data)}
+        for graph in graphs:
+            model = quantise_stage(graph.model, graph.takes, values)
+            values |= outputs(model, graph.takes, graph.gives, values)
+            yield model, graph.takes, graph.gives
+
+    def complete(place: Path, manifest: Manifest) -> Manifest:
+        engine = open_onnx(place, manifest)
+        after = [error(logits, y) for logits in run_all(engine, x, 32)]
+        price: dict[str, Any] = {
+            "images": len(y),
+            "calibration_images": CALIBRATION,
+            "error_before": [error(logits, y) for logits in run_all(plain, x, 32)],
+            "error_after": after,
+            "ms_before": [1e3 * t for t in warm_up(plain, spec.shape, 20)],
+            "ms_after": [1e3 * t for t in warm_up(engine, spec.shape, 20)],
+        }
+        story = {**(manifest.about or {}), "verified": verified, "int8": price}
+        # The errors a user may expect are those of these graphs, not those of the run.
+        known_now = replace(spec, errors=tuple(after))
+        return replace(manifest, spec=known_now, latencies=tuple(warm_up(engine, spec.shape)), about=story)
+
+    made = Manifest(spec, "onnx", "int8", (), known, (), {**about, "versions": versions("onnx")})
+    return write_graphs(in_8_bits(), made, folder, complete)
+
+
+def error(logits: Floats, labels: NDArray[np.int64]) -> float:
+    return float((logits.argmax(1) != labels).mean())
+
+
+def verify(engine: Engine, net: NestedNet, images: Tensor, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
+    """Compare every stage with the network itself on real images; raises if any logit is further off than TOLERANCE."""
+    training = net.training
+    net.eval()
+    with torch.no_grad():
+        device = next(net.parameters()).device
+        expected = [logits.float().cpu().numpy() for logits in net(images.to(device))]
+    net.train(training)
+    off = [0.0] * engine.stages
+    for batch in batches:
+        found = run_all(engine, images.cpu().numpy(), batch)
+        for stage, logits in enumerate(found):
+            scale = max(1.0, float(np.abs(expected[stage]).max()) / 10)
+            off[stage] = max(off[stage], float(np.abs(logits - expected[stage]).max()) / scale)
+    bad = [stage for stage, amount in enumerate(off, start=1) if not amount <= TOLERANCE]  # also if it is NaN
+    if bad:
+        raise NestlingError(
+            f"the exported stage {bad[0]} differs from the network by {off[bad[0] - 1]:.1e} on {len(images)} images, "
+            f"more than {TOLERANCE:g}; nothing was written. This is a bug: please report the network's recipe"
+        )
+    return {"images": len(images), "batches": list(batches), "largest_difference": off, "tolerance": TOLERANCE}
+
+
+def run_all(engine: Engine, images: Floats, batch: int) -> list[Floats]:
+    """The logits of every stage (n,classes) by an engine, so many images at a time."""
+    found: list[list[Floats]] = [[] for _ in range(engine.stages)]
+    for start in range(0, len(images), batch):
+        state = engine.start(np.ascontiguousarray(images[start : start + batch]))
+        for stage in range(1, engine.stages + 1):
+            logits, state = engine.step(stage, state, Stop())
+            found[stage - 1].append(logits)
+    return [np.concatenate(each) for each in found]
