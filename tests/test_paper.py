@@ -15,6 +15,7 @@ import pytest
 from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
+from nestling.paper.everything import Job, everything, missing_jobs
 from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name, train_cells
 from nestling.paper.results import (
     changes,
@@ -25,6 +26,7 @@ from nestling.paper.results import (
     others_of,
     published,
     read_csv,
+    read_results,
     store,
     strategy_name,
 )
@@ -34,6 +36,7 @@ from nestling.recipes.recipe import NetworkRecipe, StrategyRecipe, override
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.runs.folder import RunDir
+from nestling.train import Training
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
 
@@ -288,6 +291,61 @@ def test_what_is_missing_is_a_command() -> None:
     assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
 
 
+# --- everything, most valuable first ----------------------------------------------------------------------------------
+
+
+def test_everything_comes_in_order_of_value_and_once() -> None:
+    jobs = everything()
+    names = [job.name for job in jobs]
+    assert len(names) == len(set(names)) == len({job.recipe for job in jobs})
+    compared = [f"-{name}-seed{seed}" for seed in range(3) for name in ("sgd", "sgd-sum", "osgd")]
+    first = names[: 6 * 9]
+    assert all(sum(name.endswith(f"8{end}") or name.endswith(f"2{end}") for name in first) == 6 for end in compared)
+    seeds = [job.recipe.train.seed for job in jobs[: 6 * 9]]
+    assert seeds == sorted(seeds), "a first answer for all comes before a second"
+    places = [names.index(f"depth-sparse98-{each}") for each in (
+        "osgd-seed2", "normsgd-seed0", "greedy-seed0", "alone1-seed0", "alone4-seed2", "osgd-order-4_3_2_1-seed0",
+        "osgd-scope-block-seed0", "osgd-weight_decay-0.0001-seed0", "normsgd-seed1", "greedy-seed1",
+    )]  # fmt: skip
+    assert places == sorted(places)
+    alone = {name for name in names if "-alone" in name and name.endswith("seed0")}
+    assert {name for name in alone if name.startswith(("even", "together"))} == {"even-resnet42-alone3-seed0"}, "lent"
+    assert {name for name in alone if "norm" in name} == {"depth-sparse98-alone-norm4-seed0"}
+    assert all(0.1 < job.minutes(Path("/nowhere")) < 60 for job in jobs)
+
+
+def test_rows_of_runs_whose_folders_are_gone_count_where_they_are_complete(tmp_path: Path) -> None:
+    jobs = everything(("width-resnet42",), ("sgd", "alone"), seeds=2)
+    assert [job.name.removeprefix("width-resnet42-") for job in jobs] == [
+        "sgd-seed0", "sgd-seed1", "alone1-seed0", "alone2-seed0", "alone3-seed0", "alone1-seed1", "alone2-seed1",
+        "alone3-seed1", "sgd-weight_decay-0.0001-seed0",
+    ]  # fmt: skip
+    nest = [row(1.0, strategy="sgd", stage=stage, data="cifar10", seed=1) for stage in (1, 2, 3)]
+    alone = [row(1.0, strategy="alone", stage=2, data="cifar10", seed=0)]
+    left = [job.name for job in missing_jobs(jobs, tmp_path, [*nest, *alone])]
+    assert sorted({job.name for job in jobs} - set(left)) == ["width-resnet42-alone2-seed0", "width-resnet42-sgd-seed1"]
+    for other in (nest[:2], [{**each, "data": "digits"} for each in nest], [{**each, "epochs": 20} for each in nest]):
+        assert len(missing_jobs(jobs, tmp_path, other)) == len(jobs), "incomplete, or another run"
+
+
+def test_a_plan_says_what_is_left(tmp_path: Path) -> None:
+    words: dict[str, Any] = {"network": ("width-resnet42",), "strategy": ("sgd",), "out": str(tmp_path), "plan": True}
+    every = command("all", **words, results="")["plan"]
+    assert [line["run"] for line in every][:3] == [f"width-resnet42-sgd-seed{seed}" for seed in range(3)]
+    run = RunDir.create(tmp_path / every[1]["run"])
+    run.append_log({"epoch": 150})
+    rows = [row(1.0, strategy="sgd", stage=stage, data="cifar10", seed=0) for stage in (1, 2, 3)]
+    store([{**each, "device": "NVIDIA H200"} for each in rows], str(tmp_path / "results"))
+    left = command("all", **words, results=str(tmp_path / "results"))["plan"]
+    assert [line["run"] for line in left] == [line["run"] for line in every[1:]]
+    assert left[0]["minutes"] == pytest.approx(every[1]["minutes"] / 4, abs=0.1)
+    show({"part": "all", "plan": left})
+    with pytest.raises(NestlingError, match="did you mean width-resnet42"):
+        command("all", network=("width-resnet",), plan=True)
+    with pytest.raises(NestlingError, match="leave out --scope"):
+        command("all", scope=("block",), plan=True)
+
+
 # --- really trained --------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +360,32 @@ def test_time_that_is_up_stops_the_whole_grid(tmp_path: Path) -> None:
     with pytest.raises(NestlingError, match="give them more time"):
         command("digits", **words, out=str(tmp_path), minutes=0.0005)
     assert [logged(path.parent) for path in tmp_path.glob("*/log.jsonl")] == [1]
+
+
+def test_rows_are_kept_as_soon_as_a_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is lost takes with it no run that was finished; its rows alone keep it from being trained again."""
+    words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK}
+    places: dict[str, Any] = {"out": str(tmp_path / "runs"), "results": str(tmp_path / "results")}
+    finish, left = Training.finish, [1]
+
+    def lost(self: Training) -> Any:
+        if not left:
+            raise RuntimeError("the machine is gone")
+        left.pop()
+        return finish(self)
+
+    monkeypatch.setattr(Training, "finish", lost)
+    with pytest.raises(RuntimeError, match="gone"):
+        command("digits", **words, **places)
+    rows = read_results(places["results"])
+    assert [(each["strategy"], each["stage"]) for each in rows] == [("sgd", 1), ("sgd", 2), ("sgd", 3)]
+    jobs = [Job(*each, "") for each in cells("digits", words["network"], words["strategy"], 1, QUICK)]
+    assert [job.recipe.strategy.name for job in missing_jobs(jobs, tmp_path / "gone", rows)] == ["osgd"]
+    settings = {word.partition("=")[0] for word in rows[0]["train"].split("--set ")[1:]}
+    assert settings >= {"strategy.name", "train.epochs", "data.limit"} and rows[0]["train"].startswith(
+        "nestling train digits-width"
+    )
+    assert rows[0]["commit_at_end"] == rows[0]["commit"] and rows[0]["command"].endswith("--seeds 1 --beside 3")
 
 
 def test_a_run_that_fails_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from nestling.recipes import RECIPES, named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.runs.folder import RunDir
 from nestling.train import Training, train, train_side_by_side
-from nestling.train import run as run_module
+from nestling.train import begin as begin_module
 from nestling.train.schedule import learning_rate
 from nestling.train.step import Step
 
@@ -202,7 +202,7 @@ def test_what_a_device_cannot_do_stands_with_the_part_of_the_run_that_did_withou
             self.given_up = ["no bfloat16 here"]
 
     train(digits(), str(tmp_path / "begun"), quiet=True, seconds=0.0)
-    monkeypatch.setattr(run_module, "Training", Old)
+    monkeypatch.setattr(begin_module, "Training", Old)
     train(digits(), str(tmp_path / "begun"), resume=True, quiet=True)
     found = RunDir(tmp_path / "begun").read_json("provenance.json")
     assert "given_up" not in found and found["resumed"][-1]["given_up"] == ["no bfloat16 here"]
@@ -498,7 +498,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_one_folder_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
     recipe, path = digits("train.epochs=1"), str(tmp_path / "run")
-    training = run_module.prepare(recipe, path, False, "first")
+    training = begin_module.prepare(recipe, path, False, "first")
     assert training is not None
     for resume in (False, True):
         with pytest.raises(NestlingError, match=r"is being trained by .*; wait for it, stop it, or train into"):

@@ -1,6 +1,7 @@
-"""`nestling paper`: a part of the paper's grid is trained, measured or drawn."""
+"""`nestling paper`: a part of the paper's grid, or all of it in order of value, is trained, measured or drawn."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from rich.console import Group
 from rich.text import Text
 
 from nestling.errors import NestlingError
-from nestling.paper.grid import cells, train_cells
-from nestling.paper.results import collect, compare, store
+from nestling.paper.everything import CIFAR10, SEEDS, Job, everything, missing_jobs
+from nestling.paper.grid import CHOICES, cells, known, train_cells
+from nestling.paper.results import collect, compare, read_results, store
 from nestling.paper.tables import LEGEND, Table, tables
+from nestling.recipes.recipe import Recipe
 
+ALL = "all"
 WRITE_UP = ("figures", "profile")  # parts that train nothing
 
 
@@ -22,7 +26,7 @@ def command(
     strategy: tuple[str, ...] = (),
     scope: tuple[str, ...] = (),
     order: tuple[str, ...] = (),
-    seeds: int = 1,
+    seeds: int = 0,
     set: tuple[str, ...] = (),
     out: str = "runs/paper",
     results: str = "results",
@@ -31,51 +35,103 @@ def command(
     beside: int = 3,
     minutes: float = 0.0,
     dry: bool = False,
+    plan: bool = False,
 ) -> dict[str, Any]:
     """Train a part of the paper's grid (skipping what is finished), or draw its tables and figures from what there is.
 
     Args:
-        part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); figures
+        part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); all trains what
+            is missing of CIFAR-10, most valuable first, and counts rows of results whose run folders are gone; figures
             draws all tables and figures, profile measures the latency of every network that has a finished run.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
             all but alone-norm, which is independent nets with normalised gradients.
         scope: osgd with these scopes (all, shared, block, tensor); may be repeated.
         order: osgd with these priority orders, such as 3,1,2; may be repeated.
-        seeds: runs of each cell.
+        seeds: runs of each cell, by default 1; of all: at most so many, by default 3.
         set: change a field of every recipe, key=value; may be repeated. Figures show only runs that were so changed.
         out: folder of the run folders.
-        results: where one row per run and stage goes: a CSV file, or a folder of files named by data and device. Figures
-            read all files of this folder. Empty: nowhere.
+        results: where one row per run and stage goes as soon as the run is finished: a CSV file, or a folder of files named
+            by data and device. Figures read all files of this folder. Empty: nowhere.
         page: where figures go: report.html also makes report.md and the folder report/ with the pictures.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
         dry: train nothing, only collect what is there.
+        plan: train nothing, only say what would be trained, in order, and about how long it takes.
     """
     if part in WRITE_UP:
         return {"part": part, **write_up(part, out, results, page, strategy, data, set)}
-    chosen = list(cells(part, network, strategy, seeds, set, scope, order))
+    if part == ALL and (scope or order):
+        raise NestlingError("all has its own scopes and orders; leave out --scope and --order, or name another part.")
+    jobs = (
+        jobs_of_all(network, strategy, seeds or SEEDS, set, out, results)
+        if part == ALL
+        else [Job(*each, part) for each in cells(part, network, strategy, seeds or 1, set, scope, order)]
+    )
+    if plan:
+        return {"part": part, "plan": planned(missing_jobs(jobs, Path(out), ()), out)}
+    if part == ALL and not jobs:
+        return {"part": part, "plan": []}
+    options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
+    words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
+    line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
+    chosen = [(job.name, job.recipe) for job in jobs]
+    return trained(part, chosen, line, out, results, beside, 60 * minutes if minutes else float("inf"), dry)
+
+
+def trained(
+    part: str,
+    chosen: Sequence[tuple[str, Recipe]],
+    command: str,
+    out: str,
+    results: str,
+    beside: int,
+    seconds: float,
+    dry: bool,
+) -> dict[str, Any]:
+    """Train these runs and set what is finished of them beside the paper."""
     failed: dict[str, str] = {}
     if not dry:
-        options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
-        words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
-        seconds = 60 * minutes if minutes else float("inf")
-        failed = train_cells(chosen, out, beside, seconds, f"{' '.join(words)} --seeds {seeds}")
-    rows = collect(Path(out) / name for name, _ in chosen)
+        failed = train_cells(chosen, out, beside, seconds, command, lambda path: keep([path], results))
+    paths = [Path(out) / name for name, _ in chosen]
+    rows = collect(paths)
     if not rows:
         why = next((f"; {path} failed: {text}" for path, text in failed.items()), "")
         raise NestlingError(
             f"no run of {part} is finished in {out}; train some (without --dry), or give them more time{why or '.'}"
         )
-    files = store(rows, results) if results else []
-    networks = list(dict.fromkeys(row["network"] for row in rows))
     means = {"rows": compare(rows), "top5": compare(rows, "top5")}
     missing = (
         f"{len(failed)} of {len(chosen)} runs failed; mend what they say and give the same command" if failed else ""
     )
-    found = {"part": part, "runs": len(chosen), "networks": networks, "results": files, **means}
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    found = {"part": part, "runs": len(chosen), "networks": networks, "results": keep(paths, results), **means}
     return {**found, "failed": failed, "incomplete": missing}
+
+
+def keep(paths: Sequence[Path], results: str) -> list[str]:
+    """Add the rows of finished runs to the results; the files they went to."""
+    return store(collect(paths), results) if results else []
+
+
+def jobs_of_all(
+    network: tuple[str, ...],
+    strategy: tuple[str, ...],
+    seeds: int,
+    settings: tuple[str, ...],
+    out: str,
+    results: str,
+) -> list[Job]:
+    """What is missing of CIFAR-10, in order of value."""
+    known(network, CIFAR10, "network")
+    known(strategy, CHOICES, "strategy")
+    return missing_jobs(everything(network, strategy, seeds, settings), Path(out), read_results(results))
+
+
+def planned(jobs: Sequence[Job], out: str) -> list[dict[str, Any]]:
+    """Jobs as lines of a plan; of runs that were begun, what is left."""
+    return [{"run": job.name, "why": job.why, "minutes": round(job.minutes(Path(out)), 1)} for job in jobs]
 
 
 def write_up(
@@ -94,6 +150,8 @@ def write_up(
 
 def show(result: dict[str, Any]) -> Group:
     """The tables, and where everything is."""
+    if "plan" in result:
+        return Group(plan_table(result["plan"])) if result["plan"] else Group(Text("Nothing is missing."))
     if result["part"] == "profile":
         return Group(Text("\n".join(["measured:", *(result["measured"] or ["nothing: all networks have profiles"])])))
     lines = [LEGEND]
@@ -105,6 +163,18 @@ def show(result: dict[str, Any]) -> Group:
         lines += [f"failed: {path}: {why}" for path, why in result["failed"].items()]
     shown = tables(result["rows"], result["top5"], result["networks"])
     return Group(*(terminal(each) for each in shown), Text("\n".join(lines)))
+
+
+def plan_table(lines: Sequence[dict[str, Any]]) -> table.Table:
+    """A plan with the minutes added up; of an H200, six runs side by side."""
+    shown = table.Table(caption="About how many minutes of an H200 each takes with five others beside it.")
+    for name in ("run", "why", "minutes", "in all"):
+        shown.add_column(name, justify="right" if name in ("minutes", "in all") else "left", overflow="fold")
+    total = 0.0
+    for line in lines:
+        total += line["minutes"]
+        shown.add_row(line["run"], line["why"], f"{line['minutes']:.1f}", f"{total:.0f}")
+    return shown
 
 
 def terminal(content: Table) -> table.Table:

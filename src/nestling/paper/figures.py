@@ -39,7 +39,7 @@ def draw(
     names = tuple(names) or SHOWN
     parts = [part for part in TABLES if (part == "digits") == (data == "digits")]
     folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
-    rows = merged(read_results(Path(results)) if results else [], collect(folders))
+    rows = merged(read_results(results), collect(folders))
     shared = [{**row, "changes": less(row["changes"], settings)} for row in rows]
     rows = lent([row for row in shared if row["changes"] is not None], parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]

@@ -5,8 +5,7 @@ go to, and trained runs. What is finished is skipped, what was begun goes on. It
 """
 
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,8 @@ from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, changes, stra
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
-from nestling.runs.folder import RECIPE, RESULTS, RunDir
-from nestling.train import train, train_side_by_side
+from nestling.runs.folder import RESULTS, RunDir
+from nestling.train import side_by_side
 
 TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
     "table1": {
@@ -45,6 +44,7 @@ SCOPES: tuple[str, ...] = get_args(hints(Strategy)["scope"])
 STUDIES = {"scopes": ("osgd",), "priorities": ("osgd", "sgd")}
 STUDIED = "width-resnet42"
 PARTS = (*TABLES, *STUDIES)
+START = 60.0  # seconds: with fewer left a run on a GPU would hardly get past its start
 
 
 def cells(
@@ -58,20 +58,18 @@ def cells(
 ) -> Iterator[tuple[str, Recipe]]:
     """Run name and recipe of every chosen cell, seed by seed, so that a first answer for all comes before a second."""
     if part not in PARTS:
-        near = nearest(part, (*PARTS, "figures", "profile"))
+        near = nearest(part, (*PARTS, "all", "figures", "profile"))
         raise NestlingError(f"unknown table {part!r}; did you mean {near}? (nestling paper --help lists all)")
-    known = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
-    default = (STUDIED,) if part in STUDIES else tuple(known)
-    for names, valid, what in ((strategies, CHOICES, "strategy"), (scopes, SCOPES, "scope")):
-        for name in names:
-            if name not in valid:
-                raise NestlingError(f"unknown {what} {name!r}; did you mean {nearest(name, valid)}?")
+    drawn = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
+    default = (STUDIED,) if part in STUDIES else tuple(drawn)
+    known(strategies, CHOICES, "strategy")
+    known(scopes, SCOPES, "scope")
     for name in networks:
-        if name not in known:
-            raise NestlingError(f"{part} has no network {name!r}; it has {', '.join(known)}.")
+        if name not in drawn:
+            raise NestlingError(f"{part} has no network {name!r}; it has {', '.join(drawn)}.")
     for seed in range(seeds):
         for network in networks or default:
-            base = override(named(known[network]), [f"train.seed={seed}", *settings])
+            base = override(named(drawn[network]), [f"train.seed={seed}", *settings])
             stages = len(sizes(replace(base.network, alone=0)))
             chosen = [read_order(order, stages) for order in orders]
             if part == "priorities" and not orders:
@@ -80,6 +78,12 @@ def cells(
             for strategy in strategies or STUDIES.get(part, STRATEGIES):
                 for recipe in variants(base, strategy, stages, wide, chosen):
                     yield run_name(recipe), recipe
+
+
+def known(names: Sequence[str], valid: Sequence[str], what: str) -> None:
+    for name in names:
+        if name not in valid:
+            raise NestlingError(f"unknown {what} {name!r}; did you mean {nearest(name, valid)}?")
 
 
 def four_orders(stages: int) -> list[tuple[int, ...]]:
@@ -139,37 +143,26 @@ def sizes_of(network: str) -> tuple[tuple[str, int], ...]:
 
 
 def train_cells(
-    chosen: list[tuple[str, Recipe]], out: str, beside: int, seconds: float, command: str
+    chosen: Sequence[tuple[str, Recipe]],
+    out: str,
+    beside: int,
+    seconds: float,
+    command: str,
+    finished: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, str]:
     """Train what is not finished, `beside` runs at a time where there is a GPU, one after another elsewhere.
 
-    A run that fails (its loss is no number any more, its folder holds something else) does not keep the others from
-    theirs: it comes back with what was wrong.
+    `finished` is called with a run's folder as soon as it is. A run that fails (its loss is no number any more, its folder
+    holds something else) does not keep the others from theirs: it comes back with what was wrong.
     """
     if beside < 1:
         raise NestlingError(f"--beside is {beside}: expected how many runs to train at the same time, 1 or more")
-    until = time.monotonic() + seconds
     todo = [(recipe, str(Path(out) / name)) for name, recipe in chosen if not RunDir(Path(out) / name).has(RESULTS)]
-    together = beside if torch.cuda.is_available() else 1
+    gpu = torch.cuda.is_available()
     failed: dict[str, str] = {}
-
-    def go(runs: list[tuple[Recipe, str]]) -> None:
-        left = until - time.monotonic()
-        if left <= 0:
-            return
-        try:
-            if len(runs) > 1:
-                train_side_by_side(runs, command, left)
-            else:
-                [(recipe, path)] = runs
-                train(recipe, path, resume=(Path(path) / RECIPE).exists(), command=command, seconds=left)
-        except NestlingError as error:
-            if len(runs) == 1:
-                failed[runs[0][1]] = str(error)
-            else:  # which of them it was shows when each goes on by itself
-                for each in runs:
-                    go([each])
-
-    for start in range(0, len(todo), together):
-        go(todo[start : start + together])
+    for outcome in side_by_side(todo, beside if gpu else 1, command, seconds, least=START if gpu else 0.0):
+        if outcome.error is not None:
+            failed[outcome.path] = str(outcome.error)
+        else:
+            finished(Path(outcome.path))
     return failed

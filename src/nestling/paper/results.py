@@ -57,6 +57,15 @@ def changes(recipe: Recipe) -> str:
     return " ".join(f"{key}={plain(mine[key])}" for key in mine if key not in skip and mine[key] != theirs[key])
 
 
+def command_of(recipe: Recipe) -> str:
+    """The command line that trains this run and no other; "" for a recipe that has no name of ours."""
+    if recipe.name not in RECIPES:
+        return ""
+    mine, theirs = flat(recipe), flat(RECIPES[recipe.name]())
+    changed = [f"--set {key}={plain(mine[key])}" for key in mine if mine[key] != theirs[key]]
+    return " ".join([f"nestling train {recipe.name}", *changed])
+
+
 def less(changed: str, settings: Sequence[str]) -> str | None:
     """Changes without settings that are common to a whole grid; None for a run that does not share them. Fields that
     `changes` leaves out are not asked for."""
@@ -99,9 +108,11 @@ def run_rows(run: RunDir) -> list[Row]:
             "device": origin["device"],
             "resumed_on": " ".join(others_of(origin)),
             "commit": (origin["commit"] or "")[:12],
+            "commit_at_end": (origin.get("resumed", [origin])[-1]["commit"] or "")[:12],
             "torch": origin["versions"]["torch"],
             "versions": ", ".join(f"{name} {version}" for name, version in origin["versions"].items()),
             "command": origin["command"],
+            "train": command_of(recipe),
         }
         for stage in found["stages"]
     ]
@@ -166,9 +177,11 @@ def typed(row: dict[str, str], path: Path) -> Row:
     return found
 
 
-def read_results(folder: Path) -> list[Row]:
-    """Every row of every CSV file of results in a folder."""
-    return [row for path in sorted(folder.glob("*.csv")) for row in read_csv(path)]
+def read_results(where: str) -> list[Row]:
+    """The rows of all files of a folder, or of one CSV file; [] for nowhere."""
+    path = Path(where)
+    found = [path] if where.endswith(".csv") and path.is_file() else sorted(path.glob("*.csv")) if where else []
+    return [row for file in found for row in read_csv(file)]
 
 
 def store(rows: list[Row], where: str) -> list[str]:

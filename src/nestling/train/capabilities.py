@@ -89,11 +89,15 @@ def lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def out_of_memory(error: BaseException, recipe: Recipe, kept: str, beside: int = 1) -> NestlingError:
+class OutOfMemory(NestlingError):
+    """There was no room for a run; with fewer beside it there may be."""
+
+
+def out_of_memory(error: BaseException, recipe: Recipe, kept: str, beside: int = 1) -> OutOfMemory:
     gpu = recipe.train.device != "cpu" and torch.cuda.is_available()
     where = memory_of(torch.device("cuda" if gpu else "cpu"))
     runs, fewer = (f", {beside} runs side by side", "run fewer side by side, ") if beside > 1 else ("", "")
-    return NestlingError(
+    return OutOfMemory(
         f"out of memory on {where} with network.name={recipe.network.name}, train.batch={recipe.train.batch}{runs} "
         f"({first_line(error)}). {kept} To go on, {fewer}end other programs on the device, or train anew with a lower "
         f"train.batch, such as {max(1, recipe.train.batch // 2)}."

@@ -11,92 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nestling.data import DataSet, load
-from nestling.errors import NestlingError
-from nestling.recipes.recipe import Recipe, flat
-from nestling.runs.device import pick_device
-from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
+from nestling.recipes.recipe import Recipe
+from nestling.runs.folder import RESULTS, RunDir
 from nestling.train import progress
-from nestling.train.capabilities import memory_explained, more_queues
-from nestling.train.loop import Training, kept, main_rank
-from nestling.train.progress import Startup
-from nestling.train.stop import Stop, on_signal
-
-
-def prepare(
-    recipe: Recipe,
-    path: str,
-    resume: bool,
-    command: str,
-    data: DataSet | None = None,
-    until: float = float("inf"),
-    startup: Startup | None = None,
-    beside: int = 1,
-    stop: Stop | None = None,
-) -> Training | None:
-    """A Training over its run folder, new or resumed, which it holds until it is released; None when the run is finished
-    already."""
-    run, main = RunDir.open(path) if resume else RunDir(path), main_rank()
-    if main:
-        run.hold()
-    try:
-        training = begin(recipe, run, resume, command, data, until, startup, beside, stop)
-    except BaseException:
-        run.release()
-        raise
-    if training is None:
-        run.release()
-    return training
-
-
-def begin(
-    recipe: Recipe,
-    run: RunDir,
-    resume: bool,
-    command: str,
-    data: DataSet | None,
-    until: float,
-    startup: Startup | None,
-    beside: int,
-    stop: Stop | None,
-) -> Training | None:
-    """The same in a folder that nobody else writes."""
-    main = main_rank()
-    if resume:
-        found = run.read_recipe()
-        if found != recipe:
-            raise NestlingError(
-                f"{run.path} was trained with another recipe ({first_difference(found, recipe)}); "
-                f"{run.going_on()} goes on with its own, or train into a new folder."
-            )
-        if run.has(RESULTS):
-            return None
-    elif main:
-        RunDir.create(run.path)
-        run.write_recipe(recipe)
-    with memory_explained(recipe, lambda: kept(run), beside):
-        try:
-            training = Training(recipe, run, data, until, startup, stop)
-        except BaseException:
-            if main and not resume:  # a folder with a recipe alone would look like a run
-                run.discard()
-            raise
-        if main:
-            run.write_provenance(command, str(training.device), resumed=resume)
-            if training.given_up:  # a reader of the numbers must know
-                origin = run.read_json(PROVENANCE)
-                part = origin.get("resumed", [origin])[-1]
-                part["given_up"] = training.given_up
-                run.write_json(PROVENANCE, origin)
-        if resume:
-            training.restore()
-    return training
-
-
-def first_difference(found: Recipe, given: Recipe) -> str:
-    old, new = flat(found), flat(given)
-    key = next(key for key in old if old[key] != new[key])
-    return f"{key} was {old[key]!r}, now {new[key]!r}"
+from nestling.train.begin import prepare
+from nestling.train.beside import side_by_side
+from nestling.train.capabilities import more_queues
+from nestling.train.loop import main_rank
+from nestling.train.stop import on_signal
 
 
 def train(
@@ -137,41 +59,13 @@ def train(
 def train_side_by_side(
     recipes: list[tuple[Recipe, str]], command: str = "nestling.train", seconds: float = float("inf")
 ) -> list[dict[str, Any]]:
-    """Several runs in one process on one GPU, taking turns step by step: small networks do not fill a chip alone.
-
-    Each run is what it would be alone: runs share the data in memory and nothing else. Runs that were begun go on. After
-    `seconds` all of them stop at the end of the epoch with a checkpoint, to be gone on with in another call; on Ctrl-C and
-    SIGTERM after the step, with checkpoints of their last whole epochs (raises Stopped). Returns the results of the runs
-    that are finished.
+    """Several runs in one process on one GPU, all at the same time; see beside.py. Returns the results of the runs that are
+    finished; the first that fails ends them all.
     """
-    until = time.monotonic() + seconds
-    more_queues()
-    data: dict[Any, DataSet] = {}
-    with on_signal() as stop, ExitStack() as held, progress.bar(f"{len(recipes)} runs", quiet=False) as shown:
-        trainings = []
-        for recipe, path in recipes:
-            begun = RunDir(path).has("recipe.json")
-            key = (recipe.data, recipe.train.device)
-            if key not in data:
-                with shown.startup.step("data"):
-                    data[key] = load(recipe.data, pick_device(recipe.train.device))
-            made = prepare(recipe, path, begun, command, data[key], until, shown.startup, len(recipes), stop)
-            trainings.append(made)
-            if made is not None:
-                held.callback(made.run.release)
-        turns = [(training, training.epochs(len(recipes))) for training in trainings if training is not None]
-        while turns:
-            places = [(training, turn, next(turn, None)) for training, turn in turns]
-            for training, _, place in places:
-                if place is None and training.finished:
-                    training.finish()
-            going = [(training, turn, place) for training, turn, place in places if place is not None]
-            turns = [(training, turn) for training, turn, _ in going]
-            for training, _, place in going[:1]:
-                shown(training, *place)
+    for outcome in side_by_side(recipes, len(recipes), command, seconds):
+        if outcome.error is not None:
+            raise outcome.error
     done = [run for run in (RunDir.open(path) for _, path in recipes) if run.has(RESULTS)]
-    if stop.asked and len(done) < len(recipes):
-        raise stop.stopped(f" with {len(done)} of {len(recipes)} runs finished; the others go on when called again")
     return [dict(run.read_json(RESULTS)) for run in done]
 
 

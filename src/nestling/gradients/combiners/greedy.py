@@ -123,10 +123,10 @@ def _half_frozen(module: _BatchNorm, trains: Tensor | None, x: Tensor, *rest: An
     """Batch norm whose channels outside `trains` use their running statistics, as in inference, and keep them."""
     mean, var = module.running_mean, module.running_var
     assert mean is not None and var is not None
+    if trains is None or not module.training:
+        return F.batch_norm(x, mean, var, module.weight, module.bias, False, 0.0, module.eps)
     old_mean, old_var = mean.clone(), var.clone()  # backward reads what forward was given: not to be changed below
     frozen = F.batch_norm(x, old_mean, old_var, module.weight, module.bias, False, 0.0, module.eps)
-    if trains is None or not module.training:
-        return frozen
     new_mean, new_var = mean.clone(), var.clone()
     momentum = 0.1 if module.momentum is None else module.momentum
     live = F.batch_norm(x, new_mean, new_var, module.weight, module.bias, True, momentum, module.eps)

@@ -1,0 +1,146 @@
+"""All runs that the paper's CIFAR-10 experiments ask for, most valuable first, and which of them are still to be trained.
+
+In: networks, strategies and seeds to choose from, a folder of runs, rows of results. Out: jobs in order, each with what it
+needs of a GPU. A run counts as done as a finished folder, or as complete rows of results, where its folder is gone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nestling.nets import plan
+from nestling.paper.grid import STUDIED, TABLES, cells, sizes
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
+from nestling.recipes.recipe import NetworkRecipe, Recipe
+from nestling.runs.folder import RESULTS, RunDir
+
+SEEDS = 3
+COMPARED = ("sgd", "sgd-sum", "osgd")
+BOTH = (STUDIED, "depth-sparse98")  # the width and the depth nest
+CIFAR10 = (*TABLES["table1"], *TABLES["table2"])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the grid: what is trained, with how many seeds, and why."""
+
+    why: str
+    part: str = ""  # of grid.py; empty: the CIFAR-10 tables
+    networks: tuple[str, ...] = CIFAR10
+    strategies: tuple[str, ...] = ()
+    seeds: int = 1
+    settings: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part("the comparison that the paper is about", strategies=COMPARED, seeds=SEEDS),
+    Part("normalised gradients", strategies=("normsgd", "osgd-norm")),
+    Part("greedy training, which takes longest", strategies=("greedy",)),
+    Part("independent nets (Oracle)", strategies=(ALONE,), seeds=SEEDS),
+    Part("its Oracle of the largest Sparse ResNet-98", networks=("depth-sparse98",), strategies=(ALONE_NORM,)),
+    Part("priority orders", "priorities", BOTH),
+    Part("scopes", "scopes", BOTH),
+    Part("weight decay, which the paper does not give", "", BOTH, COMPARED, 1, ("train.weight_decay=0.0001",)),
+    Part("more seeds of normalised gradients", strategies=("normsgd", "osgd-norm"), seeds=SEEDS),
+    Part("more seeds of priority orders", "priorities", BOTH, seeds=SEEDS),
+    Part("more seeds of scopes", "scopes", BOTH, seeds=SEEDS),
+    Part("more seeds of greedy training", strategies=("greedy",), seeds=SEEDS),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be trained."""
+
+    name: str
+    recipe: Recipe
+    why: str
+
+    def minutes(self, out: Path) -> float:
+        """What is left of it, as chip_minutes counts."""
+        epochs = self.recipe.train.epochs * (
+            len(sizes(self.recipe.network)) if self.recipe.strategy.name == "greedy" else 1
+        )
+        done = max((line["epoch"] for line in RunDir(out / self.name).read_log()), default=0)
+        return chip_minutes(self.recipe) * (1 - done / max(1, epochs))
+
+
+def everything(
+    networks: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    seeds: int = SEEDS,
+    settings: Sequence[str] = (),
+    parts: Sequence[Part] = PARTS,
+) -> list[Job]:
+    """All jobs in order of value, each once; an independent net that two nests share is a job of the first."""
+    found: dict[str, Job] = {}
+    sizes_seen: dict[tuple[object, ...], str] = {}
+    for each in parts:
+        for name, recipe in of_part(each, seeds, settings):
+            column = strategy_name(recipe)
+            if (networks and recipe.network.name not in networks) or (strategies and column not in strategies):
+                continue
+            if column == ALONE_NORM and recipe.network.alone != len(sizes(NetworkRecipe(recipe.network.name))):
+                continue
+            if column in INDEPENDENT:
+                own = plan(recipe.network)
+                key = (column, own.sizes, own.macs(1), own.params(1), changes(recipe), recipe.train.seed)
+                if sizes_seen.setdefault(key, name) != name:
+                    continue
+            found.setdefault(name, Job(name, recipe, each.why))
+    return list(found.values())
+
+
+def of_part(part: Part, seeds: int, settings: Sequence[str]) -> Iterator[tuple[str, Recipe]]:
+    """The cells of one part, seed by seed over all its networks."""
+    tables = [part.part] if part.part else [table for table in TABLES if set(part.networks) & set(TABLES[table])]
+    for seed in range(min(seeds, part.seeds)):
+        for table in tables:
+            mine = part.networks if part.part else [name for name in TABLES[table] if name in part.networks]
+            every = cells(table, mine, part.strategies, seed + 1, (*part.settings, *settings))
+            yield from ((name, recipe) for name, recipe in every if recipe.train.seed == seed)
+
+
+def missing_jobs(jobs: Iterable[Job], out: Path, rows: Iterable[Row]) -> list[Job]:
+    """What is neither a finished folder nor complete in rows."""
+    known = {row_key(row) for row in rows}
+    return [job for job in jobs if not RunDir(out / job.name).has(RESULTS) and not recipe_keys(job.recipe) <= known]
+
+
+def row_key(row: Row) -> tuple[object, ...]:
+    keys = ("data", "network", "strategy", "changes", "epochs", "seed", "stage")
+    return tuple(row.get(key) for key in keys)
+
+
+def recipe_keys(recipe: Recipe) -> set[tuple[object, ...]]:
+    """The keys of the rows that a finished run of this recipe has."""
+    stages = [recipe.network.alone] if recipe.network.alone else range(1, len(sizes(recipe.network)) + 1)
+    column, changed, train = strategy_name(recipe), changes(recipe), recipe.train
+    about = (recipe.data.name, recipe.network.name, column, changed, train.epochs, train.seed)
+    return {(*about, stage) for stage in stages}
+
+
+# --- what a run takes -------------------------------------------------------------------------------------------------
+
+STEPS = 390  # of an epoch of CIFAR-10, batch 128
+# ms of an H200 for a step of SGD, each of six side by side: results/step-h200.json, the two nests that were measured; the
+# others are taken to be like the one with as many layers.
+STEP_MS = {"resnet42": 1.15, "sparse98": 1.35}
+SEVERAL = 1.5  # how much more a step takes that needs a gradient for every task (1.55 and 1.50 there)
+UNFUSED = 4.0  # and one of greedy training, without kernels of our own, as far as is known
+
+
+def chip_minutes(recipe: Recipe) -> float:
+    """About how many minutes of an H200 a run takes with five others beside it."""
+    stages = sizes(NetworkRecipe(recipe.network.name))
+    step = STEP_MS.get(recipe.network.name.partition("-")[2], 1.35)
+    name = strategy_name(recipe)
+    if name in INDEPENDENT:
+        step *= (
+            0.3 + 0.7 * stages[recipe.network.alone - 1][1] / stages[-1][1]
+        )  # kernels take their time when small, too
+    elif name == "greedy":
+        step *= UNFUSED * len(stages)
+    elif name not in ("sgd", "sgd-sum"):
+        step *= SEVERAL
+    return step * STEPS * recipe.train.epochs / 60_000
