@@ -229,6 +229,34 @@ def test_a_bad_folder_is_told(root: Path, spoil, message: str) -> None:  # type:
         splits(root)
 
 
+def test_pictures_in_subfolders_of_a_class_are_found(root: Path) -> None:
+    flat = splits(root)[0].files
+    for name in CLASSES:
+        (root / "train" / name / "images").mkdir()
+        for picture in (root / "train" / name).glob("[1-3].*"):
+            picture.rename(picture.parent / "images" / picture.name)
+    (root / "train" / "bee" / ".trash").mkdir()
+    (root / "train" / "bee" / ".trash" / "9.png").write_bytes(b"gone")
+    train, _ = splits(root)
+    assert len(train) == len(flat) == 21 and sum("images" in file for file in train.files) == 9
+    assert torch.equal(train.labels, torch.tensor([0, 1, 2]).repeat_interleave(7))
+
+
+@pytest.mark.parametrize("folder", ["images", ""])
+def test_classes_in_an_annotation_file_are_explained(root: Path, folder: str) -> None:
+    """Tiny ImageNet's own layout: val/images/*.JPEG and val/val_annotations.txt."""
+    (root / "val" / folder).mkdir(exist_ok=True)
+    for name in CLASSES:
+        for picture in (root / "val" / name).glob("*.JPEG"):
+            picture.rename(root / "val" / folder / f"{name}_{picture.name}")
+        shutil.rmtree(root / "val" / name)
+    (root / "val" / "val_annotations.txt").write_text("ant_0.JPEG\tant\t0\t0\t9\t9")
+    with pytest.raises(
+        NestlingError, match=r"val has no folder per class: its classes seem to stand in val_annotations\.txt"
+    ):
+        splits(root)
+
+
 def test_pictures_of_a_data_set_are_shown_as_stored(tmp_path: Path) -> None:
     """Loaders for ImageNet, and so its published errors, ignore how the camera was held."""
     pixels = np.random.RandomState(0).randint(0, 256, (30, 40, 3), dtype=np.uint8)

@@ -1,18 +1,23 @@
 """Nothing is misread in silence: each case here once came out of `nest`, or of a nested network, as something else."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import nestling
 from nestling.errors import NestlingError
+from nestling.nets import agree, read
 from nestling.nets.layers import NestedBatchNorm2d
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
+from nestling.nets.plan import Node
 from nestling.nets.registry import build
 from nestling.recipes.recipe import NetworkRecipe
 
@@ -152,3 +157,286 @@ def test_frozen_parameters_modes_and_number_types_are_kept() -> None:
         assert not each.layer("1").training and each.layer("0").training and each.training
         assert not each.layer("0").weight.requires_grad and each.layer("0").bias.requires_grad
         assert not each.layer("head2.6").weight.requires_grad and each.layer("head2.6").bias.requires_grad
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+def gated(m: Does, y: Tensor) -> Tensor:
+    a = y[:, :4]
+    a.mul_(3)
+    return y
+
+
+def flat(m: Does, y: Tensor) -> Tensor:
+    y.flatten(1).relu_()
+    return y
+
+
+def late(m: Does, y: Tensor) -> Tensor:
+    a = y[:, :4]
+    y.relu_()
+    return torch.cat([a, a], 1)
+
+
+def dropped_view(m: Does, y: Tensor) -> Tensor:
+    z = m.drop(y)
+    z.relu_()
+    return z + y
+
+
+def copied(m: Does, y: Tensor) -> Tensor:
+    z = y.clone()
+    z.relu_()
+    return z + 2 * y
+
+
+def halves(m: Does, y: Tensor) -> Tensor:
+    a, b = y[:, :4], y[:, 4:]
+    a = F.relu(a, True)
+    return torch.cat([a, b], 1)
+
+
+RIGHT: dict[str, Callable[[Does, Tensor], Tensor]] = {
+    "ceil_mode by place": lambda m, y: F.avg_pool2d(y, 3, 2, 0, True),
+    "count_include_pad by place": lambda m, y: F.avg_pool2d(y, 3, 1, 1, False, True),
+    "no count_include_pad": lambda m, y: F.avg_pool2d(y, 3, 1, 1, True, False),
+    "max pool ceil_mode": lambda m, y: F.max_pool2d(y, 3, 2, 0, 1, True),
+    "inplace by place": lambda m, y: F.relu(y, True) + y,
+    "leaky inplace by place": lambda m, y: F.leaky_relu(y, 0.3, True) + y,
+    "a clone is another tensor": copied,
+    "halves in place": halves,
+    "several dilations": dilated,
+    "dropout never": lambda m, y: F.dropout(y, 0.5, False),
+    "dropout by the mode": lambda m, y: F.dropout(y, 0.5, m.training),
+    "dropout by keyword": lambda m, y: F.dropout(y, p=0.5, training=m.training, inplace=True),
+    "dropout always": lambda m, y: F.dropout(y, 0.5, True),
+    "dropout2d by default": lambda m, y: F.dropout2d(y, 0.5),
+    "shapes decide": lambda m, y: F.avg_pool2d(y, 2) if y.shape[-1] > 4 and len(y.shape) == 4 else y,
+    "sizes as numbers": lambda m, y: y.sum((2, 3), keepdim=True) / (y.size(2) * y.size(3)),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.parametrize("training", [True, False])
+def test_one_stage_is_the_module_in_both_modes(what: str, training: bool) -> None:
+    torch.manual_seed(0)
+    module = Does(RIGHT[what]).double().train(training)
+    x = torch.randn(5, *IMAGE, dtype=torch.float64)
+    net = nest(module, "", shape=IMAGE, proof=False)
+    torch.manual_seed(1)
+    theirs = module(x)
+    torch.manual_seed(1)
+    assert torch.allclose(net(x)[0], theirs)
+
+
+class Counts(nn.Module):
+    """Keeps something of what it saw in a buffer, or a mere count."""
+
+    def __init__(self, image: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.image = image
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.mean() if self.image else 1.0)  # type: ignore[operator]
+        return x
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a slice is overwritten": (lambda: Does(gated), r"operation \.mul_: it overwrites in place what is read later"),
+    "a flattened form is overwritten": (lambda: Does(flat), r"operation \.relu_: it overwrites in place"),
+    "what a slice shows is overwritten": (lambda: Does(late), r"operation \.relu_: it overwrites in place"),
+    "what dropout passes is overwritten": (lambda: Does(dropped_view), r"operation \.relu_: it overwrites in place"),
+    "batch size as a number": (lambda: Does(lambda m, y: y / y.size(0)), r"truediv: it computes with the batch size.*2.*3"),
+    "batch size in a shape": (lambda: Does(lambda m, y: y.view(2, -1, 8, 8)), r"it does not run|of 2 images it makes"),
+    "a number of the mode": (lambda: Does(lambda m, y: y * (2.0 if m.training else 1.0)), r"2\.0 in training and with 1\.0"),
+    "one bias left out": (
+        lambda: Does(lambda m, y: F.conv2d(F.conv2d(y, m.w, m.b, 1, 1), m.w, None, 1, 1)), "some of its parameters serve"
+    ),
+    "a count": (lambda: plain(Counts(False)), r"it changes 1\.seen while running"),
+    "a mean kept": (lambda: plain(Counts(True)), r"it changes 1\.seen while running"),
+    "a buffer as a weight": (
+        lambda: Does(lambda m, y: F.conv2d(y, m.get_buffer("blur"), None, 1, 1)), "its weight blur is no parameter"
+    ),
+    "lazy": (lambda: plain(nn.LazyConv2d(8, 3)), "a lazy layer whose shape is not known yet"),
+    "two images": (lambda: Two(), "it takes 2 inputs; a nested network takes one image"),
+    "int8": (lambda: quantised(plain(nn.ReLU())), "torch.int8; nest the network in floating point"),
+}  # fmt: skip
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+def quantised(module: nn.Sequential) -> nn.Module:
+    layer: Any = module[0]
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_would_be_misread_is_refused(what: str) -> None:
+    module = WRONG[what][0]()
+    if what == "a buffer as a weight":
+        module.register_buffer("blur", torch.ones(8, 8, 3, 3))
+    with pytest.raises(NestlingError, match=WRONG[what][1]):
+        nest(module, "w", shape=IMAGE, proof=False)
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "parameter"])
+def test_hooks_are_refused(kind: str) -> None:
+    module = plain(nn.ReLU())
+    if kind == "forward":
+        module[0].register_forward_hook(lambda m, a, out: 2 * out)
+    elif kind == "pre":
+        module[1].register_forward_pre_hook(lambda m, a: None)
+    elif kind == "backward":
+        module[1].register_full_backward_hook(lambda m, a, b: None)
+    else:
+        next(module.parameters()).register_hook(lambda g: 2 * g)
+    with pytest.raises(NestlingError, match="has a hook"):
+        nest(module, "w", shape=IMAGE)
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "prune"])
+def test_weights_that_hooks_make_are_refused(norm: str) -> None:
+    module = plain(nn.ReLU())
+    if norm == "prune":
+        prune.l1_unstructured(module[0], "weight", 0.5)
+    else:
+        getattr(nn.utils, norm)(module[0])
+    with pytest.raises(NestlingError, match=r"cannot nest 0 \(Conv2d\): it has a hook"):
+        nest(module, "w", shape=IMAGE)
+
+
+class Named(nn.Module):
+    """A backbone whose layers have the names they are given."""
+
+    def __init__(self, first: str, second: str, last: str) -> None:
+        super().__init__()
+        self.names = (first, second, last)
+        layers = (nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.Conv2d(8, 8, 1), nn.Linear(8, 5))
+        for name, layer in zip(self.names, layers, strict=True):
+            *outer, inner = name.split(".")
+            holder: nn.Module = self
+            for part in outer:
+                if part not in holder._modules:
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.add_module(inner, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, last = (self.get_submodule(name) for name in self.names)
+        logits: Tensor = last(F.relu(two(one(x))).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("head1.fc", "head2.fc", "fc"), ("stages", "stages_", "plan"), ("k", "k_pad", "fc"), ("k_pad", "k", "take"),
+        ("input", "head1", "head2"), ("layers.train_", "_stages", "fc"), ("a.b", "a_b", "fc"),
+    ],
+)  # fmt: skip
+def test_any_names_are_fine(names: tuple[str, str, str]) -> None:
+    module = Named(*names).double()
+    x = torch.randn(2, *IMAGE, dtype=torch.float64)
+    assert torch.allclose(nest(module, "", shape=IMAGE)(x)[0], module(x))
+    net = nest(module, "w", shape=IMAGE)
+    assert len({node.name for node in net.plan.nodes}) == len(net.plan.nodes)
+    for whole, staged in zip(net(x), net.answers(x), strict=True):
+        assert torch.allclose(whole, staged)
+
+
+def test_a_module_of_one_layer() -> None:
+    net = nest(nn.Conv2d(3, 5, 3), "", shape=IMAGE)
+    assert net(torch.randn(2, *IMAGE))[0].shape == (2, 5, 6, 6)
+
+
+@pytest.mark.parametrize("growth", [None, ["w"], 3])
+def test_growth_that_is_no_text_is_refused(growth: object) -> None:
+    with pytest.raises(NestlingError, match="found the growth order"):
+        nest(plain(), growth, shape=IMAGE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stripes", ["112", (1.0, 1), ("1", "1")])
+def test_stripes_that_are_no_numbers_are_refused(stripes: object) -> None:
+    with pytest.raises(NestlingError, match="found the stripes"):
+        nest(plain(), "w", shape=IMAGE, stripes=stripes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [32, (3, 8.0, 8), (3, -1, 8), (3, 8), "388", (True, 8, 8)])
+def test_shapes_that_are_none_are_refused(shape: object) -> None:
+    with pytest.raises(NestlingError, match="found images of shape"):
+        nest(plain(), "w", shape=shape)  # type: ignore[arg-type]
+
+
+def test_more_stages_than_channels_are_refused_at_once() -> None:
+    with pytest.raises(NestlingError, match="in 5001 stages: its widest layer has 8 channels"):
+        nest(plain(), ",".join("w" * 5000), shape=IMAGE, stripes=(1,) * 5001, uneven=True)
+
+
+# --- the proof ----------------------------------------------------------------------------------------------------
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    """Let the reader misread the layer called 1."""
+    sound = read.Reader.add
+
+    def add(self: read.Reader, node: Any, made: Node) -> None:
+        sound(self, node, replace(made, op=replace(made.op, **changes)) if made.name == "1" else made)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(read.Reader, "add", add)
+
+
+def test_the_proof_finds_a_wrong_answer_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1, dilation=1), nn.Flatten(), nn.Linear(288, 5)
+    )
+    nest(module, "w", shape=IMAGE)
+    spoil(monkeypatch, dilation=(2, 2), padding=(2, 2))
+    with pytest.raises(
+        NestlingError, match=r"In training, on 2 images .* the answers differ by up to .*, first after 1\."
+    ):
+        nest(module, "w", shape=IMAGE)
+    assert nest(module, "w", shape=IMAGE, proof=False)
+
+
+def test_the_proof_finds_a_wrong_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = plain(nn.BatchNorm2d(8))
+    spoil(monkeypatch, momentum=0.3)
+    with pytest.raises(NestlingError, match=r"In training, .*: 1\.running_mean differ"):
+        nest(module, "w", shape=IMAGE)
+
+
+def test_the_proof_finds_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    module = plain(nn.ReLU(), Held())
+    monkeypatch.setattr(Held, "forward", lambda self, x: x)
+    sketch = read.read(module, IMAGE, "mine")
+    monkeypatch.setattr(Held, "forward", lambda self, x: x.detach())
+    with pytest.raises(NestlingError, match="the gradients of the image differ"):
+        agree.prove(module, sketch, IMAGE, lambda *_: sketch, "mine")
+
+
+def test_the_proof_leaves_the_module_and_chance_alone() -> None:
+    module = plain(nn.BatchNorm2d(8), nn.Dropout(0.5))
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    nest(module, "w", shape=IMAGE)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_long_proof_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    module, ticks = plain(), iter(range(0, 100, 3))
+    agree.prove(module, read.read(module, IMAGE, "mine"), IMAGE, read.read, "mine", clock=lambda: float(next(ticks)))
+    assert "mine: checking that it was read right, 1 of 6 (proof=False skips this)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Folder-per-class pictures in ImageNet's layout: ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg (or png).
+"""Folder-per-class pictures in ImageNet's layout: ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg (or png), also in subfolders.
 
 Goes out: a DataSet whose splits stream from worker processes; training shows random resized crops and mirror
 images, evaluation the middle. Each picture's randomness is one seed drawn by the generator passed in, so the
@@ -178,6 +178,7 @@ def class_names(part: Path) -> tuple[str, ...]:
         raise NestlingError(f"there is no folder {part}; expected {part.name}/CLASS/*.jpg in {part.parent}")
     names = tuple(sorted(e.name for e in os.scandir(part) if e.is_dir() and not e.name.startswith(".")))
     if not names:
+        explain_annotations(part)
         raise NestlingError(f"{part} has no class folders; expected one folder of pictures per class")
     return names
 
@@ -185,6 +186,8 @@ def class_names(part: Path) -> tuple[str, ...]:
 def scan(part: Path, classes: tuple[str, ...]) -> tuple[list[str], Tensor]:
     """All pictures of one part, by class and name, and their labels; both parts must have the same classes."""
     found = class_names(part)
+    if set(found).isdisjoint(classes):
+        explain_annotations(part)
     if unknown := sorted(set(found) - set(classes)):
         near = nearest(unknown[0], classes)
         raise NestlingError(f"{part / unknown[0]} is no class of the training part; did you mean {near}?")
@@ -193,7 +196,7 @@ def scan(part: Path, classes: tuple[str, ...]) -> tuple[list[str], Tensor]:
     files: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        here = sorted(e.path for e in os.scandir(part / name) if e.name.lower().endswith(SUFFIXES) and e.is_file())
+        here = sorted(pictures_below(part / name))
         if not here:
             raise NestlingError(
                 f"the class folder {part / name} holds no pictures ({', '.join(SUFFIXES)}); fill or remove it"
@@ -201,6 +204,23 @@ def scan(part: Path, classes: tuple[str, ...]) -> tuple[list[str], Tensor]:
         files += here
         labels += [label] * len(here)
     return files, torch.tensor(labels)
+
+
+def pictures_below(folder: Path) -> Iterator[str]:
+    """The pictures of a class, in its folder or in folders inside it, as in train/CLASS/images of Tiny ImageNet."""
+    for where, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(where, name) for name in files if name.lower().endswith(SUFFIXES))
+
+
+def explain_annotations(part: Path) -> None:
+    """Say what to do with pictures that lie together, their classes in a text file, as in val of Tiny ImageNet."""
+    lists = sorted(e.name for e in os.scandir(part) if e.name.lower().endswith((".txt", ".csv")) and e.is_file())
+    if lists:
+        raise NestlingError(
+            f"{part} has no folder per class: its classes seem to stand in {lists[0]} instead. Put each picture into "
+            f"{part.name}/CLASS/, with the same class names as in train, or use data.validation to hold out training pictures"
+        )
 
 
 def need_pillow() -> None:

@@ -78,6 +78,10 @@ def grow(order: str, stripes: tuple[int, ...] = ()) -> Growth:
 
     "w,d,w,d" has five stages, "" has one. Without `stripes` every width step doubles the width.
     """
+    if not isinstance(order, str):
+        raise NestlingError(f'found the growth order {order!r}; expected text such as "w,w", or "" for one stage')
+    if isinstance(stripes, str) or not all(type(size) is int for size in stripes):
+        raise NestlingError(f"found the stripes {stripes!r}; expected whole numbers such as (1, 1, 2)")
     steps = [step.strip() for step in order.split(",")] if order.strip() else []
     for position, step in enumerate(steps, start=2):
         if not step:

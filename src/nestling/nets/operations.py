@@ -5,6 +5,7 @@ tensors, reshapes, joins and splits; and for well-known operations that mix chan
 on each channel is kept as a `Call`, a module of that function with its other arguments fixed. Nothing here traces.
 """
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -96,6 +97,15 @@ def spelled(target: Any) -> str:
     return named.get(target) or str(getattr(target, "__name__", target))
 
 
+def inplace_position(function: Function) -> int | None:
+    """Which argument of a function says that it works in place, if one does."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # torch's built-in functions tell no signature, and have no such argument
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
 class Call(nn.Module):
     """A function of one tensor, its other arguments fixed. `place` says which argument the tensor is."""
 
@@ -106,14 +116,14 @@ class Call(nn.Module):
         self.function, self.place, self.arguments, self.options = function, place, arguments, options
 
     @classmethod
-    def of(cls, node: fx.Node, function: Function, interpreter: fx.Interpreter) -> "Call":
+    def of(cls, node: fx.Node, function: Function) -> "Call":
         """The call that a traced operation makes, never in place: other stages may still need what it would overwrite."""
-        tensor = next(a for a in node.all_input_nodes if isinstance(interpreter.env.get(a), Tensor))
-        known: Callable[[fx.Node], Any] = lambda a: None if a is tensor else interpreter.env[a]  # noqa: E731
-        arguments = fx.map_arg(node.args, known)
-        options = {k: v for k, v in fx.map_arg(dict(node.kwargs), known).items() if k != "inplace"}
-        if function in POINTWISE and arguments and arguments[-1] is True:  # F.relu(x, True)
-            arguments = (*arguments[:-1], False)
+        tensor = node.all_input_nodes[0]
+        arguments, options = fx.map_arg((node.args, dict(node.kwargs)), lambda a: None)
+        position = inplace_position(function)
+        if position is not None and len(arguments) > position:  # F.relu(x, True)
+            arguments = (*arguments[:position], False, *arguments[position + 1 :])
+        options = {key: value for key, value in options.items() if key != "inplace"}
         places: list[int | str] = [i for i, a in enumerate(node.args) if a is tensor]
         places += [k for k, a in node.kwargs.items() if a is tensor]
         return cls(function, places[0], tuple(arguments), options)

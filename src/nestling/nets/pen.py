@@ -8,24 +8,26 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from nestling.nets.operations import REASONS, Call, Reshape
 from nestling.nets.ops import BatchNorm, Cat, Conv, Flatten, GroupNorm, Linear, Module, Operation, PReLU, Select, Zip
 from nestling.nets.plan import Node
-from nestling.nets.sketch import BATCH, Page
+from nestling.nets.sketch import Page
+from nestling.nets.trace import BATCHES, attribute, path_of
 
 
 class Pen(Page):
     """Draws one operation after another on the page."""
 
-    def map(self, node: fx.Node, layer: nn.Module, in_place: bool = False) -> None:
+    def map(self, node: fx.Node, layer: nn.Module) -> None:
         read, name = self.same(node), self.name(node)
         self.sketch.layers[name] = layer
-        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)), in_place)
+        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)))
 
-    def pointwise(self, node: fx.Node, function: Callable[..., Any], in_place: bool) -> None:
+    def pointwise(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """A function of one tensor and constants."""
         self.read_of(node)
         found: list[fx.Node] = []
@@ -34,27 +36,33 @@ class Pen(Page):
         )  # all_input_nodes lists a tensor that is read twice once
         if sum(map(self.is_tensor, found)) > 1:
             self.refuse(node, "it reads several tensors; of such functions only sums, products and the like are nested")
-        in_place = in_place or bool(node.kwargs.get("inplace"))
-        self.map(node, Call.of(node, function, self.interpreter), in_place)
+        self.map(node, Call.of(node, function))
 
-    def zip(self, node: fx.Node, function: str, in_place: bool) -> None:
+    def zip(self, node: fx.Node, function: str) -> None:
         reads = (self.read_of(node, 0), self.read_of(node, 0 if node.args[0] is node.args[1] else 1))
-        one, other = (self.interpreter.env[a] for a in node.args[:2] if isinstance(a, fx.Node))
+        one, other = (self.values[a] for a in node.args[:2] if isinstance(a, fx.Node))
         if node.kwargs or len(node.args) > 2:
             self.refuse(node, f"its further arguments {node.args[2:]} {node.kwargs} are not supported")
         widths = {self.channels(read) for read in reads}
         if one.dim() != other.dim() or len(widths - {1}) > 1:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
-        self.add(node, Node(self.name(node), Zip(function), reads, (0,) * max(widths), self.size(node)), in_place)
+        self.add(node, Node(self.name(node), Zip(function), reads, (0,) * max(widths), self.size(node)))
 
     def own(self, node: fx.Node, name: str, layer: nn.Module) -> str:
         """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
-        first = {self.weights_of.setdefault(id(p), name) for p in layer.parameters(recurse=False)}
+        mine = list(layer.parameters(recurse=False))
+        for parameter in mine:
+            if not parameter.is_floating_point():
+                self.refuse(
+                    node, f"its weights are {parameter.dtype}; nest the network in floating point, then quantise"
+                )
+        first = {self.weights_of.setdefault(id(p), name) for p in mine}
         if first <= {name}:
             self.sketch.layers[name] = layer
             return ""
         sharer = first.pop()
-        if first or not isinstance(layer, nn.Conv2d | nn.Linear) or not self.sketch.nodes[sharer].op.weighted:
+        whole = not first and isinstance(layer, nn.Conv2d | nn.Linear) and self.sketch.nodes[sharer].op.weighted
+        if not whole or {*map(id, mine)} != {*map(id, self.sketch.layers[sharer].parameters(recurse=False))}:
             self.refuse(
                 node, "some of its parameters serve other places too; only whole convolutions and linear layers may"
             )
@@ -73,7 +81,7 @@ class Pen(Page):
             high, wide = padding
             sides = (wide, wide, high, high)
             pad = Call(F.pad, 0, (None, sides), {"mode": layer.padding_mode})
-            before, size = f"{name}_pad", self.sketch.nodes[read].size
+            before, size = self.fresh(f"{name}_pad"), self.sketch.nodes[read].size
             self.sketch.layers[before] = pad
             size = (size[0] + 2 * high, size[1] + 2 * wide)
             read = self.put(Node(before, Module(), (read,), (0,) * self.channels(read), size))
@@ -84,7 +92,7 @@ class Pen(Page):
 
     def linear(self, node: fx.Node, read: str, layer: Any) -> None:
         name = self.name(node)
-        if self.interpreter.env[node].dim() != 2:
+        if self.values[node].dim() != 2:
             self.refuse(node, "it reads the last dimension of an image, not its channels; flatten or pool before it")
         op, shares = Linear(bias=layer.bias is not None), self.own(node, name, layer)
         self.add(node, Node(name, op, (read,), (0,) * layer.out_features, (), shares))
@@ -98,7 +106,9 @@ class Pen(Page):
             if isinstance(tensor, fx.Node) and tensor.op != "get_attr":
                 self.refuse(node, "its weight is computed while running, so it cannot be cut by births")
         assert isinstance(weight, fx.Node)
-        held = parameter_at(self.module, str(weight.target))
+        held = attribute(self.module, str(weight.target))
+        if not isinstance(held, nn.Parameter):
+            self.refuse(node, f"its weight {weight.target} is no parameter of the module")
         if function is F.linear:
             layer: Any = nn.Linear(held.shape[1], held.shape[0], bias=bias is not None, device="meta")
         else:
@@ -108,7 +118,9 @@ class Pen(Page):
             layer = nn.Conv2d(width, held.shape[0], kernel, bias=bias is not None, device="meta", **options)
         layer.weight = held
         if isinstance(bias, fx.Node):
-            layer.bias = parameter_at(self.module, str(bias.target))
+            layer.bias = attribute(self.module, str(bias.target))
+            if not isinstance(layer.bias, nn.Parameter):
+                self.refuse(node, f"its bias {bias.target} is no parameter of the module")
         read, holder = self.names.get(given["input"]), str(weight.target).rpartition(".")[0]
         if not isinstance(read, str):
             self.refuse(node, "it does not read a tensor that was computed from the image")
@@ -127,6 +139,8 @@ class Pen(Page):
                 self.refuse(
                     node, f"it normalises sequences of shape {(len(births), *size)}; only images and vectors are nested"
                 )
+            if layer.num_features != len(births):
+                self.refuse(node, f"it normalises {layer.num_features} channels but reads {len(births)}")
             if layer.momentum is None or not layer.track_running_stats:
                 self.refuse(node, "batch norm needs running statistics with a momentum")
             made = BatchNorm(layer.eps, layer.momentum, layer.affine)
@@ -140,26 +154,39 @@ class Pen(Page):
         self.own(node, name, original)
         self.add(node, Node(name, made, (read,), births, size))
 
-    def dropout(self, node: fx.Node, kind: type[nn.Module]) -> None:
-        self.map(node, kind(self.given(node, "input", "p").get("p", 0.5)))
+    def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:
+        """Dropout as a function says by itself whether it drops: with the module's mode, always or never."""
+        modes = [self.given(n, "input", "p", "training") for n in (node, self.trace.twins[node][0])]
+        default = function is not torch.dropout
+        training, evaluation = (bool(given.get("training", given.get("train", default))) for given in modes)
+        if len({given.get("p", 0.5) for given in modes}) > 1 or (evaluation and not training):
+            self.refuse(node, "it drops otherwise in training than in evaluation, and not only in training")
+        if evaluation:
+            self.map(node, Call.of(node, function))
+        elif training:
+            layer: Any = kind(modes[0].get("p", 0.5))
+            layer.training = self.module.get_submodule(path_of(node)).training
+            self.map(node, layer)
+        else:
+            self.names[node] = self.read_of(node)
 
     def reduction(self, node: fx.Node, function: Callable[..., Any]) -> None:
         dims = self.given(node, "input", "dim").get("dim")
-        rank = self.interpreter.env[node.all_input_nodes[0]].dim()
+        rank = self.values[node.all_input_nodes[0]].dim()
         listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [1]
         if {d % rank for d in listed} & {0, 1}:
             self.refuse(node, "it mixes channels, so that early channels would depend on later ones")
-        self.pointwise(node, function, False)
+        self.pointwise(node, function)
 
     def reshape(self, node: fx.Node) -> None:
         """Flattening, and what changes the shape of each channel only; anything else would regroup channels."""
         read = self.read_of(node)
         before = self.sketch.nodes[read]
-        shape = tuple(self.interpreter.env[node].shape)
-        old = (BATCH, before.channels, *before.size)
+        shape = tuple(self.values[node].shape)
+        old = (BATCHES[0], before.channels, *before.size)
         if shape == old:
             self.names[node] = read
-        elif len(shape) == 2 and shape[0] == BATCH:
+        elif len(shape) == 2 and shape[0] == BATCHES[0]:
             self.add(node, Node(self.name(node), Flatten(), (read,), (0,) * shape[1], ()))
         elif shape[:2] == old[:2]:
             self.map(node, Reshape(shape[2:]))
@@ -171,7 +198,7 @@ class Pen(Page):
         tensors, dim = given["tensors"], given.get("dim", given.get("axis", 0))
         if not isinstance(tensors, list | tuple) or not all(isinstance(t, fx.Node) for t in tensors):
             self.refuse(node, "it joins something else than a list of tensors")
-        if dim % self.interpreter.env[node].dim() != 1:
+        if dim % self.values[node].dim() != 1:
             self.refuse(node, f"it joins along dimension {dim}; only channels (dimension 1) are joined")
         reads: list[str] = []
         for tensor in tensors:
@@ -193,7 +220,7 @@ class Pen(Page):
     def split(self, node: fx.Node) -> None:
         read = self.read_of(node)
         dim = self.given(node, "input", "sizes", "dim").get("dim", 0)
-        parts = self.interpreter.env[node]
+        parts = self.values[node]
         if dim % parts[0].dim() != 1:
             self.refuse(node, f"it splits dimension {dim}; only channels (dimension 1) are split")
         names, start = [], 0
@@ -212,7 +239,7 @@ class Pen(Page):
         channels = tuple(range(self.channels(read)))
         taken = channels[parts[1]] if len(parts) > 1 and isinstance(parts[1], slice) else channels
         rest = parts[2:]
-        if tuple(self.interpreter.env[node].shape[:2]) != (BATCH, len(taken)):
+        if tuple(self.values[node].shape[:2]) != (BATCHES[0], len(taken)):
             self.refuse(node, f"[{index}] puts something else than channels in their place")
         if taken != channels:
             read = self.take(node, read, taken)
@@ -230,7 +257,7 @@ class Pen(Page):
         given = self.given(node, "input", "pad", "mode", "value")
         sides, value = tuple(given["pad"]), given.get("value") or 0
         if len(sides) <= 4:
-            self.pointwise(node, F.pad, False)
+            self.pointwise(node, F.pad)
             return
         before, after = sides[4:6]
         plain = value == 0 and given.get("mode", "constant") == "constant" and min(before, after) >= 0
@@ -240,9 +267,3 @@ class Pen(Page):
 
     def zeros(self, node: fx.Node) -> None:
         self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))
-
-
-def parameter_at(module: nn.Module, path: str) -> nn.Parameter:
-    holder, _, last = path.rpartition(".")
-    found: nn.Parameter = getattr(module.get_submodule(holder), last)
-    return found

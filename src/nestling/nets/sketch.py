@@ -4,7 +4,7 @@ In: traced operations, one by one. Out: names, sizes and arguments of what they 
 own, and refusals that say which module is meant. Which operation becomes which node is said in pen.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.operations import spelled
+from nestling.nets.ops import Select
 from nestling.nets.plan import Node
-
-BATCH = 2  # of the run that finds the sizes
+from nestling.nets.trace import BATCHES, Trace, path_of, place
 
 
 @dataclass
@@ -25,39 +25,37 @@ class Sketch:
     layers: dict[str, nn.Module] = field(default_factory=dict)
     output: str = ""
     mixing: dict[str, str] = field(default_factory=dict)  # nodes that mix channels, and how to say so
+    dropped: set[str] = field(default_factory=set)  # modules that run but reach no answer
 
 
 class Page:
-    """A sketch while it is being made, beside the traced graph it is made from."""
+    """A sketch while it is being made, beside the operations it is made from."""
 
-    def __init__(self, module: nn.Module, graph: fx.GraphModule, net: str) -> None:
-        self.module, self.graph, self.net = module, graph, net
-        self.interpreter = fx.Interpreter(graph, garbage_collect_values=False)
-        self.paths = {path for path, _ in module.named_modules()}
-        self.sketch = Sketch()
+    def __init__(self, trace: Trace, net: str) -> None:
+        self.module, self.trace, self.net = trace.module, trace, net
+        self.values = trace.record.values
+        self.place_in_order = {node: index for index, node in enumerate(trace.record.nodes)}
+        self.paths = {path for path, _ in self.module.named_modules()}
+        self.sketch = Sketch(dropped=trace.record.dropped)
         self.names: dict[fx.Node, str | tuple[str, ...]] = {}  # the plan's name of each traced tensor
         self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 
     # --- words ----------------------------------------------------------------------------------------------------
 
-    def place(self, node: fx.Node) -> str:
-        if node.op == "call_module":
-            return f"{node.target} ({type(self.module.get_submodule(str(node.target))).__name__})"
-        owner = owner_of(node)
-        inside = f" in {owner} ({type(self.module.get_submodule(owner)).__name__})" if owner else ""
-        return f"the operation {spelled(node.target)}{inside}"
-
     def refuse(self, node: fx.Node, why: str) -> NoReturn:
-        raise NestlingError(f"{self.net}: cannot nest {self.place(node)}: {why}.")
+        raise NestlingError(f"{self.net}: cannot nest {place(self.module, node)}: {why}.")
 
     def name(self, node: fx.Node) -> str:
         """A module's own path, or the path of the module around an operation with the operation's name."""
-        if node.op == "call_module" and str(node.target) not in self.sketch.nodes:
-            return str(node.target)
+        if node.op == "call_module" and (str(node.target) or "layer") not in self.sketch.nodes:
+            return str(node.target) or "layer"  # a module that is one layer
         label = str(node.target).rpartition(".")[2] if node.op == "call_module" else spelled(node.target).lstrip(".")
-        owner = str(node.target).rpartition(".")[0] if node.op == "call_module" else owner_of(node)
+        owner = str(node.target).rpartition(".")[0] if node.op == "call_module" else path_of(node)
         label = label.rpartition(".")[2].strip("_") or "op"
-        stem = f"{owner}.{label}" if owner else label
+        return self.fresh(f"{owner}.{label}" if owner else label)
+
+    def fresh(self, stem: str) -> str:
+        """A name that no node and no module has."""
         name, count = stem, 1
         while name in self.sketch.nodes or name in self.paths:
             count += 1
@@ -70,12 +68,48 @@ class Page:
         self.sketch.nodes[node.name] = node
         return node.name
 
-    def add(self, node: fx.Node, made: Node, in_place: bool = False) -> None:
-        """Enter a node; one that overwrites its input is what later readers of that input see."""
-        if in_place:
-            old = self.read_of(node)
-            self.names.update({other: made.name for other, name in self.names.items() if name == old})
+    def add(self, node: fx.Node, made: Node) -> None:
         self.names[node] = self.put(made)
+
+    def overwrite(self, node: fx.Node) -> None:
+        """What an operation in place overwrites is what later readers see; views of a part of it are refused."""
+        twin = self.trace.twins[node][0]
+        runs = ((self.trace.record, node), (self.trace.others[0], twin))
+        written = {w for record, n in runs for w in record.writes.get(n, ()) if w.op != "get_attr"}
+        if not written:
+            return
+        evaluated = {other: twins[0] for other, twins in self.trace.twins.items()}
+        evaluated[self.trace.record.image] = self.trace.others[0].image
+        old = self.read_of(node)
+        for other, name in list(self.names.items()):
+            both = (
+                self.trace.record.shares_memory(node, other),
+                self.trace.others[0].shares_memory(twin, evaluated[other]),
+            )
+            if other is node or not any(both):
+                continue
+            if name == old and all(both):
+                self.names[other] = self.names[node]
+            elif self.is_read_after(other, node) and not self.apart(name, old):
+                self.refuse(
+                    node,
+                    "it overwrites in place what is read later through a view (a slice, a flattened or a dropped-out form of "
+                    "the same tensor); use the form that does not overwrite",
+                )
+
+    def is_read_after(self, tensor: fx.Node, node: fx.Node) -> bool:
+        here = self.place_in_order[node]
+        readers = [self.place_in_order.get(user, -1) for user in tensor.users]
+        return any(at > here for at in readers) or tensor in outputs(self.trace.record.answer)
+
+    def apart(self, one: str | tuple[str, ...], other: str) -> bool:
+        """Whether two tensors are different channels of the same."""
+        mine, theirs = self.sketch.nodes.get(str(one)), self.sketch.nodes[other]
+        if mine is None or mine.reads != theirs.reads:
+            return False
+        if not isinstance(mine.op, Select) or not isinstance(theirs.op, Select):
+            return False
+        return not set(mine.op.source) & set(theirs.op.source)
 
     def read_of(self, node: fx.Node, position: int = 0) -> str:
         """The plan's name of the tensor an operation reads first."""
@@ -96,16 +130,31 @@ class Page:
         return name
 
     def is_tensor(self, node: fx.Node) -> bool:
-        return isinstance(self.interpreter.env.get(node), Tensor)
+        return isinstance(self.values.get(node), Tensor)
 
     def given(self, node: fx.Node, *words: str) -> dict[str, Any]:
-        """An operation's arguments by name; sizes that were computed on the way are numbers here, tensors stay nodes."""
-        known: Callable[[fx.Node], Any] = lambda a: a if self.is_tensor(a) else self.interpreter.env[a]  # noqa: E731
-        arguments = fx.map_arg(node.args, known)
-        return {**dict(zip(words, arguments, strict=False)), **fx.map_arg(dict(node.kwargs), known)}
+        """An operation's arguments by name; tensors are nodes."""
+        return {**dict(zip(words, node.args, strict=False)), **node.kwargs}
+
+    def check_constants(self, node: fx.Node, batch: bool, mode: bool) -> None:
+        """Refuse numbers that change with the batch size or with the mode, unless the operation is known for that."""
+        evaluated, larger, _ = self.trace.twins[node]
+        mine = constants(node)
+        if batch and mine != constants(larger):
+            self.refuse(
+                node,
+                f"it computes with the batch size: of {BATCHES[0]} images with {changed(mine, constants(larger))}, of "
+                f"{BATCHES[1]} with {changed(constants(larger), mine)}. An answer may not depend on how many are asked",
+            )
+        if mode and mine != constants(evaluated):
+            self.refuse(
+                node,
+                f"it computes with {changed(mine, constants(evaluated))} in training and with "
+                f"{changed(constants(evaluated), mine)} in evaluation; only dropout and batch norm may differ",
+            )
 
     def size(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(self.interpreter.env[node].shape[2:])
+        return tuple(self.values[node].shape[2:])
 
     def channels(self, name: str) -> int:
         return self.sketch.nodes[name].channels
@@ -113,13 +162,35 @@ class Page:
     def same(self, node: fx.Node) -> str:
         """What a channel-by-channel operation reads, after making sure that it keeps batch and channels."""
         read = self.read_of(node)
-        shape = tuple(self.interpreter.env[node].shape)
-        if shape[:2] != (BATCH, self.channels(read)):
+        shape = tuple(self.values[node].shape)
+        if shape[:2] != (BATCHES[0], self.channels(read)):
             self.refuse(node, f"it turns {self.channels(read)} channels into a tensor of shape (N, {shape[1:]})")
         return read
 
 
-def owner_of(node: fx.Node) -> str:
-    """The path of the module whose forward does an operation."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
+def outputs(answer: Any) -> Iterable[Any]:
+    return answer if isinstance(answer, list | tuple) else (answer,)
+
+
+def constants(node: fx.Node) -> list[Any]:
+    """What an operation is given besides tensors, in order."""
+    found: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, list | tuple):
+            for each in value:
+                collect(each)
+        elif isinstance(value, dict):
+            for key in sorted(value):
+                collect(value[key])
+        elif isinstance(value, slice):
+            collect((value.start, value.stop, value.step))
+        elif not isinstance(value, fx.Node):
+            found.append(value)
+
+    collect((node.args, dict(node.kwargs)))
+    return found
+
+
+def changed(mine: list[Any], theirs: list[Any]) -> Any:
+    return next((a for a, b in zip(mine, theirs, strict=False) if a != b), mine)

@@ -1,13 +1,15 @@
-"""Reading an ordinary torch module: its layers and operations as nodes of a plan, still without births.
+"""Watching an ordinary torch module run: its operations in order, each with the tensors it makes.
 
-In: a module and the shape of one image. Out: a `Sketch`: nodes in order, the layers they came from, and the name of the
-output. torch.fx traces the module and runs it on tensors without data for the sizes. Each operation is found to be of a
-kind, which pen.py draws; what is not known to work channel by channel is refused, and the refusal names the module and the
-reason. Nothing here knows about stages.
+In: a module and the shape of one image. Out: a `Trace`. torch.fx records the module while it runs on images without data, so
+that Python may ask for shapes, in training and in evaluation and for two batch sizes; the four records must tell one story.
+What is different between them, what is overwritten and what is kept in buffers is known afterwards. What the operations
+mean is said in read.py. The module itself is not touched.
 """
 
 import copy
-import operator
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,172 +17,330 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import (
-    BINARY,
-    CHANNELWISE,
-    DROPOUTS,
-    IN_PLACE,
-    JOINS,
-    METHODS,
-    MIXING,
-    NORMS,
-    POINTWISE,
-    REASONS,
-    REDUCTIONS,
-    RESHAPES,
-    SPLITS,
-)
-from nestling.nets.ops import Input
-from nestling.nets.pen import Pen
-from nestling.nets.plan import Node
-from nestling.nets.sketch import BATCH, Sketch, owner_of
+from nestling.nets.operations import spelled
 
 Shape = tuple[int, int, int]
+BATCHES = (2, 3)
 
 
-def read(module: nn.Module, shape: Shape, net: str) -> Sketch:
-    """The sketch of a module for images of `shape`. The module itself is not touched."""
-    graph = traced(module, net)
-    reader = Reader(module, graph, net)
+class Seen(fx.Proxy):
+    """A tensor while it is watched. Whoever asks for its shape is told; whoever asks for its numbers is refused."""
+
+    tracer: "Watcher"
+
+    @property
+    def value(self) -> Any:
+        return self.tracer.values[self.node]
+
+    def __getattr__(self, k: str) -> Any:
+        if callable(getattr(self.value, k)):
+            return super().__getattr__(k)  # recorded when it is called
+        return self.tracer.create_proxy("call_function", getattr, (self, k), {})
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+class Watcher(fx.Tracer):
+    """torch.fx's tracer, running every operation as it records it."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, net: str, image: Tensor) -> None:
+        super().__init__()
+        self.net, self.image, self.running = net, image, False
+        self.values: dict[fx.Node, Any] = {}
+        self.writes: dict[fx.Node, list[fx.Node]] = {}  # what an operation overwrites of what it reads
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return forward(*args, **kwargs) if self.running else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self.running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> Seen:
+        return Seen(node, self)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        """As torch.fx's; what is no tensor (a size, a device) is given as it is and is no part of the record."""
+        proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        value = self.run(proxy.node)
+        if has_tensors(value):
+            return proxy
+        self.graph.erase_node(proxy.node)
+        return value
+
+    def create_arg(self, a: Any) -> Any:
+        made = super().create_arg(a)
+        if isinstance(made, fx.Node) and made not in self.values:  # a parameter or buffer met in passing
+            self.run(made)
+        return made
+
+    def run(self, node: fx.Node) -> Any:
+        read = node.all_input_nodes
+        before = [version(self.values[n]) for n in read]
+        self.running = True
+        try:
+            with torch.no_grad():
+                value = self.values[node] = self.computed(node)
+        except NestlingError:
+            raise
+        except Exception as error:  # the module's own code may raise anything
+            shape = tuple(self.image.shape[1:])
+            where = place(self.root.get_submodule("module"), node)
+            raise NestlingError(
+                f"{self.net}: cannot nest {where}: it does not run on images of shape {shape}: {str(error).rstrip('.')}."
+            ) from None
+        finally:
+            self.running = False
+        self.writes[node] = [n for n, old in zip(read, before, strict=True) if version(self.values[n]) != old]
+        return value
+
+    def computed(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if node.op == "placeholder":
+            return self.image
+        if node.op == "get_attr":
+            return attribute(self.root, str(node.target))
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        layer = self.root.get_submodule(str(node.target))
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm):
+            return torch.empty_like(
+                self.values[node.all_input_nodes[0]]
+            )  # slow without data, and SyncBatchNorm does not run alone
+        return layer(*args, **kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        where = place(self.root.get_submodule("module"), obj.node)
+        raise NestlingError(
+            f"{self.net}: cannot nest it: its control flow depends on the numbers in a tensor, on what {where} gives. A nested "
+            "network runs the same operations for every image; only shapes may decide."
+        )
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        assert isinstance(obj, Seen)
+        return (obj[i] for i in range(len(obj)))  # type: ignore[index]
+
+
+class Whole(nn.Module):
+    """The module one level down: then a module of one layer is recorded as that layer, and defaults stay defaults."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+@dataclass
+class Record:
+    """What one run did: the operations that made the answer from the image, in order."""
+
+    nodes: list[fx.Node]
+    values: dict[fx.Node, Any]
+    writes: dict[fx.Node, list[fx.Node]]
+    answer: Any
+    image: fx.Node
+    dropped: set[str]  # paths of modules of which nothing reaches the answer
+
+    def shares_memory(self, one: fx.Node, other: fx.Node) -> bool:
+        return bool(storages(self.values[one]) & storages(self.values[other]))
+
+
+@dataclass
+class Trace:
+    """A module's operations, as in training with the first batch size; `twins` are the same in the other three runs."""
+
+    module: nn.Module
+    record: Record
+    others: tuple[Record, Record, Record]  # evaluation, then both with the other batch size
+    twins: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = field(default_factory=dict)
+
+
+def trace(module: nn.Module, shape: Shape, net: str) -> Trace:
+    """The operations of a module on images of `shape`."""
+    hollow = hollowed(module, net)
     kinds = [p.dtype for p in module.parameters() if p.is_floating_point()]
-    image = torch.empty(BATCH, *shape, device="meta", dtype=kinds[0] if kinds else torch.float32)
-    for node in graph.graph.nodes:
-        reader.visit(node, image)
-    return reader.sketch
+    records = []
+    for batch in BATCHES:
+        image = torch.empty(batch, *shape, device="meta", dtype=kinds[0] if kinds else torch.float32)
+        records += [watched(hollow.train(training), image, net, module) for training in (True, False)]
+    train, *others = records
+    found = Trace(module, train, (others[0], others[1], others[2]))
+    align(found, net)
+    return found
 
 
-def traced(module: nn.Module, net: str) -> fx.GraphModule:
-    """The module's graph over tensors without data. It must be the same graph in training and in evaluation."""
+def hollowed(module: nn.Module, net: str) -> nn.Module:
+    """A copy of the module whose tensors have no data."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {
         id(t): nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
         for t in tensors
     }
-    hollow = copy.deepcopy(module, memo)
-    graphs = []
-    for training in (False, True):
-        try:
-            graph = fx.symbolic_trace(hollow.train(training))
-        except Exception as error:  # tracing runs the module's own code, which may raise anything
-            mode = "training" if training else "evaluation"
-            raise NestlingError(
-                f"{net}: cannot nest it: torch.fx cannot trace it in {mode} mode ({type(error).__name__}: {error}). "
-                "Control flow that depends on tensors has to go."
-            ) from None
-        graphs.append(graph)
-    steps = [[(n.op, str(n.target), owner_of(n)) for n in graph.graph.nodes] for graph in graphs]
-    if steps[0] != steps[1]:
-        *_, where = next(ours for theirs, ours in zip(*steps, strict=False) if theirs != ours)
+    try:
+        hollow = copy.deepcopy(module, memo)
+    except Exception as error:
         raise NestlingError(
-            f"{net}: cannot nest {where} ({type(module.get_submodule(where)).__name__}): it does other operations in training "
-            "than in evaluation (random paths or scales). Only dropout and batch norm may differ between the two."
+            f"{net}: cannot nest it: it cannot be copied ({type(error).__name__}: {error}). Keep tensors as parameters "
+            "or buffers."
+        ) from None
+    return Whole(hollow)
+
+
+def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Record:
+    """One run of the module, with the paths that its layers have in it."""
+    tracer, mode = Watcher(net, image), "training" if hollow.training else "evaluation"
+    try:
+        with torch.device("meta"):
+            graph = tracer.trace(hollow)
+    except NestlingError:
+        raise
+    except Exception as error:  # tracing runs the module's own code, which may raise anything
+        needed = [p for p in inspect.signature(module.forward).parameters.values() if required(p)]
+        why = (
+            f"it takes {len(needed)} inputs; a nested network takes one image"
+            if len(needed) > 1
+            else f"torch.fx cannot trace it in {mode} mode on images of shape {tuple(image.shape[1:])} "
+            f"({type(error).__name__}: {error})"
         )
-    hollow.eval()
-    return graphs[1]
+        raise NestlingError(f"{net}: cannot nest it: {why}.") from None
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            node.target = node.target.partition(".")[2]
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["path"] = str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
+    check_state(tracer, graph, net, module)
+    nodes, unneeded, answer = needed_nodes(tracer, graph)
+    dropped = {node.meta["path"] for node in unneeded} - {node.meta["path"] for node in nodes}
+    return Record(nodes, tracer.values, tracer.writes, answer, next(iter(graph.nodes)), dropped)
 
 
-class Reader(Pen):
-    """Runs one traced operation after another for its size, and says of what kind it is."""
+def required(parameter: inspect.Parameter) -> bool:
+    plain = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return plain and parameter.default is inspect.Parameter.empty
 
-    def visit(self, node: fx.Node, image: Tensor) -> None:
-        """Run one operation for its size, and draw it if it depends on the image."""
-        env = self.interpreter.env
-        if node.op == "placeholder":
-            if not self.names:
-                env[node] = image
-                self.names[node] = self.put(Node("input", Input(), (), (0,) * image.shape[1], tuple(image.shape[2:])))
-            elif node.args:
-                env[node] = node.args[0]
-            else:
-                self.refuse(node, "a second input; a nested network takes one image")
-            return
-        if node.op == "output":
-            self.finish(node)
-            return
-        try:
-            env[node] = self.interpreter.run_node(node)
-        except Exception as error:
-            shape = (self.sketch.nodes["input"].channels, *self.sketch.nodes["input"].size)
-            self.refuse(node, f"it does not run on images of shape {shape}: {error}")
-        if any(argument in self.names for argument in node.all_input_nodes):
-            self.draw(node)
 
-    def finish(self, node: fx.Node) -> None:
-        answer = node.args[0]
-        name = self.names.get(answer) if isinstance(answer, fx.Node) else None
-        if not isinstance(name, str):
-            raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
-        self.sketch.output = name
+def check_state(tracer: Watcher, graph: fx.Graph, net: str, module: nn.Module) -> None:
+    """Refuse whatever remembers something of what it saw, except batch norm."""
+    for node in graph.nodes:
+        for written in tracer.writes.get(node, ()):
+            kept = written.op == "get_attr" and not str(written.target).endswith("num_batches_tracked")
+            if kept and node.target is not F.batch_norm:
+                raise NestlingError(
+                    f"{net}: cannot nest {place(module, node)}: it changes {written.target} while running. Of what a module "
+                    "remembers only the statistics of batch norm are nested."
+                )
 
-    def draw(self, node: fx.Node) -> None:
-        value = self.interpreter.env[node]
-        if node.op == "call_module":
-            self.draw_module(node, self.graph.get_submodule(str(node.target)))
-        elif not has_tensors(value):
-            return  # a size, a device: known while tracing, no part of the network
-        elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
-            self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
-        else:
-            target = METHODS.get(node.target, node.target) if node.op == "call_method" else node.target
-            self.draw_operation(node, target)
 
-    def draw_module(self, node: fx.Node, layer: nn.Module) -> None:
-        kind = type(layer)
-        if kind is nn.Conv2d:
-            self.conv(node, self.read_of(node), self.module.get_submodule(str(node.target)))
-        elif kind is nn.Linear:
-            self.linear(node, self.read_of(node), self.module.get_submodule(str(node.target)))
-        elif kind in NORMS:
-            self.norm(node, layer)
-        elif kind in (nn.Flatten, nn.Unflatten):
-            self.reshape(node)
-        elif kind is nn.Identity:
-            self.names[node] = self.read_of(node)
-        elif kind in MIXING:
-            self.map(node, copy.deepcopy(layer))
-            self.sketch.mixing[self.read_name(node)] = f"{self.place(node)}: {MIXING[kind]}"
-        elif kind in CHANNELWISE:
-            if getattr(layer, "return_indices", False):
-                self.refuse(node, "it returns indices too")
-            fresh: Any = copy.deepcopy(layer)
-            in_place = bool(getattr(fresh, "inplace", False))
-            if in_place:
-                fresh.inplace = False
-            self.map(node, fresh, in_place)
-        else:
-            self.refuse(node, REASONS.get(kind, "it is not known to work channel by channel"))
+def needed_nodes(tracer: Watcher, graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], Any]:
+    """The operations between the image and the answer, those included that only overwrite something on the way; those
+    that reach no answer; and the answer."""
+    *nodes, output = graph.nodes
+    depends: set[fx.Node] = {nodes[0]}
+    for node in nodes[1:]:
+        if any(n in depends for n in node.all_input_nodes):
+            depends.add(node)
+    live = set(output.all_input_nodes)
+    memory: set[int] = set()
+    for node in reversed(nodes):
+        written = set().union(*(storages(tracer.values[n]) for n in tracer.writes.get(node, ())))
+        if node in live or written & memory:
+            live |= {node, *node.all_input_nodes}
+            memory |= storages(tracer.values[node])
+            memory |= set().union(*(storages(tracer.values[n]) for n in node.all_input_nodes))
+    computed = [node for node in nodes[1:] if node in depends]
+    return [n for n in computed if n in live], [n for n in computed if n not in live], output.args[0]
 
-    def draw_operation(self, node: fx.Node, target: Any) -> None:
-        """`target` is the function, or the function that a method stands for."""
-        base, in_place = IN_PLACE.get(target, target), target in IN_PLACE
-        if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
-            self.zip(node, BINARY[base], in_place)
-        elif base in BINARY or base in POINTWISE:
-            self.pointwise(node, base, in_place)
-        elif base in REDUCTIONS:
-            self.reduction(node, base)
-        elif base in RESHAPES:
-            self.reshape(node)
-        elif base in JOINS:
-            self.join(node)
-        elif base in SPLITS:
-            self.split(node)
-        elif base in DROPOUTS:
-            self.dropout(node, DROPOUTS[base])
-        elif base in MIXING:
-            self.pointwise(node, base, False)
-            self.sketch.mixing[self.read_name(node)] = f"{self.place(node)}: {MIXING[base]}"
-        elif base in (F.conv2d, torch.conv2d, F.linear):
-            self.functional(node, base)
-        elif base is F.pad:
-            self.pad(node)
-        elif base is torch.zeros_like:
-            self.zeros(node)
-        elif base is operator.getitem:
-            self.getitem(node)
-        else:
-            self.refuse(node, REASONS.get(base, "it is not known to work channel by channel"))
+
+def align(found: Trace, net: str) -> None:
+    """Match the operations of the four runs; they must be the same, on tensors of the same shape but for the batch."""
+    records = (found.record, *found.others)
+    steps = [[(n.op, str(n.target), n.meta["path"]) for n in record.nodes] for record in records]
+    for index, other in enumerate(steps[1:], start=1):
+        if steps[0] == other:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(steps[0], other, strict=False)) if a != b), min(map(len, steps)))
+        longer = records[0].nodes if len(steps[0]) > at else records[index].nodes
+        where = longer[at].meta["path"]
+        owner = f"{where} ({type(found.module.get_submodule(where)).__name__})" if where else "it"
+        why = (
+            "it does other operations in training than in evaluation (random paths or scales). Only dropout and batch norm may "
+            "differ between the two."
+            if index == 1
+            else f"it does other operations for {BATCHES[1]} images than for {BATCHES[0]}."
+        )
+        raise NestlingError(f"{net}: cannot nest {owner}: {why}")
+    found.twins = {
+        node: (a, b, c)
+        for node, a, b, c in zip(found.record.nodes, *(record.nodes for record in found.others), strict=True)
+    }
+    for node, twins in found.twins.items():
+        mine, larger = shapes(found.record.values[node]), shapes(found.others[1].values[twins[1]])
+        if larger != [(BATCHES[1], *shape[1:]) for shape in mine] or any(shape[:1] != BATCHES[:1] for shape in mine):
+            raise NestlingError(
+                f"{net}: cannot nest {place(found.module, node)}: of {BATCHES[0]} images it makes a tensor of shape "
+                f"{mine[0]}, of {BATCHES[1]} one of {larger[0]}; expected the images first, each by itself."
+            )
+
+
+# --- words and tensors ------------------------------------------------------------------------------------------------
+
+
+def place(module: nn.Module, node: fx.Node) -> str:
+    """What an operation is called in a refusal: a module by its path, a function by the module around it."""
+    path = str(node.target).removeprefix("module.") if node.op == "call_module" else path_of(node)
+    inside = f"{path} ({type(module.get_submodule(path)).__name__})" if path else ""
+    if node.op == "call_module":
+        return inside
+    return f"the operation {spelled(node.target)}{' in ' if inside else ''}{inside}"
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the module whose forward does an operation."""
+    if "path" in node.meta:
+        return str(node.meta["path"])
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    holder, _, last = path.rpartition(".")
+    return getattr(module.get_submodule(holder), last)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors_of(v)] if isinstance(value, list | tuple) else []
 
 
 def has_tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value))
+    return bool(tensors_of(value))
+
+
+def shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors_of(value)]
+
+
+def version(value: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_of(value)]
+
+
+def storages(value: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(value)}

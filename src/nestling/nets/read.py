@@ -1,0 +1,158 @@
+"""Reading an ordinary torch module: its layers and operations as nodes of a plan, still without births.
+
+In: a module and the shape of one image. Out: a `Sketch`: nodes in order, the layers they came from, and the name of the
+output. trace.py says which operations there are; here each is found to be of a kind, which pen.py draws. What is not known
+to work channel by channel is refused, and the refusal names the module and the reason. Nothing here knows about stages.
+"""
+
+import copy
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nestling.errors import NestlingError
+from nestling.nets.operations import (
+    BINARY,
+    CHANNELWISE,
+    DROPOUTS,
+    IN_PLACE,
+    JOINS,
+    METHODS,
+    MIXING,
+    NORMS,
+    POINTWISE,
+    REASONS,
+    REDUCTIONS,
+    RESHAPES,
+    SPLITS,
+)
+from nestling.nets.ops import Input
+from nestling.nets.pen import Pen
+from nestling.nets.plan import Node
+from nestling.nets.sketch import Sketch
+from nestling.nets.trace import Shape, place, trace
+
+UNKNOWN = "it is not known to work channel by channel"
+
+
+def read(module: nn.Module, shape: Shape, net: str) -> Sketch:
+    """The sketch of a module for images of `shape`. The module itself is not touched."""
+    check_shapes_known(module, net)
+    check_hooks(module, net)
+    reader = Reader(trace(module, shape, net), net)
+    reader.read(shape)
+    return reader.sketch
+
+
+def check_shapes_known(module: nn.Module, net: str) -> None:
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            raise NestlingError(
+                f"{net}: cannot nest {path} ({type(layer).__name__}): a lazy layer whose shape is not known yet. Run the module "
+                "on one image first."
+            )
+
+
+def check_hooks(module: nn.Module, net: str) -> None:
+    """Hooks run beside the operations, where a nest would not see them."""
+    for path, layer in module.named_modules():
+        kinds = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+        for hook in (hook for hooks in kinds for hook in hooks.values()):
+            where = f"{path} ({type(layer).__name__})" if path else "it"
+            called = getattr(hook, "__name__", type(hook).__name__)
+            raise NestlingError(
+                f"{net}: cannot nest {where}: it has a hook, {called}, which a nest would not run. "
+                "Remove it first (weight norm, spectral norm and pruning of the old kind by their own remove functions) "
+                "and put it on the nested layer afterwards."
+            )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise NestlingError(
+                f"{net}: cannot nest it: the parameter {name} has a hook on its gradient, which a nest would not run. Remove it, "
+                "and put it on the nested network's parameter afterwards."
+            )
+
+
+class Reader(Pen):
+    """Says of one operation after another of what kind it is."""
+
+    def read(self, shape: Shape) -> None:
+        record = self.trace.record
+        self.names[record.image] = self.put(Node("input", Input(), (), (0,) * shape[0], tuple(shape[1:])))
+        for node in record.nodes:
+            self.draw(node)
+            self.overwrite(node)
+        answer = record.answer
+        name = self.names.get(answer) if isinstance(answer, fx.Node) else None
+        if not isinstance(name, str):
+            raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
+        self.sketch.output = name
+
+    def draw(self, node: fx.Node) -> None:
+        if node.op == "call_module":
+            self.draw_module(node, self.module.get_submodule(str(node.target)))
+        elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
+            self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            target = METHODS.get(node.target, node.target) if node.op == "call_method" else node.target
+            self.draw_operation(node, target)
+
+    def draw_module(self, node: fx.Node, layer: nn.Module) -> None:
+        kind = type(layer)
+        if kind is nn.Conv2d:
+            self.conv(node, self.read_of(node), layer)
+        elif kind is nn.Linear:
+            self.linear(node, self.read_of(node), layer)
+        elif kind in NORMS:
+            self.norm(node, layer)
+        elif kind in (nn.Flatten, nn.Unflatten):
+            self.reshape(node)
+        elif kind is nn.Identity:
+            self.names[node] = self.read_of(node)
+        elif kind in MIXING:
+            self.map(node, copy.deepcopy(layer))
+            self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[kind]}"
+        elif kind in CHANNELWISE:
+            if getattr(layer, "return_indices", False):
+                self.refuse(node, "it returns indices too")
+            fresh: Any = copy.deepcopy(layer)
+            if getattr(fresh, "inplace", False):
+                fresh.inplace = False
+            self.map(node, fresh)
+        else:
+            self.refuse(node, REASONS.get(kind, UNKNOWN))
+
+    def draw_operation(self, node: fx.Node, target: Any) -> None:
+        """`target` is the function, or the function that a method stands for."""
+        base = IN_PLACE.get(target, target)
+        self.check_constants(node, batch=base not in RESHAPES, mode=base not in DROPOUTS)
+        if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
+            self.zip(node, BINARY[base])
+        elif base in BINARY or base in POINTWISE:
+            self.pointwise(node, base)
+        elif base in REDUCTIONS:
+            self.reduction(node, base)
+        elif base in RESHAPES:
+            self.reshape(node)
+        elif base in JOINS:
+            self.join(node)
+        elif base in SPLITS:
+            self.split(node)
+        elif base in DROPOUTS:
+            self.dropout(node, DROPOUTS[base], base)
+        elif base in MIXING:
+            self.pointwise(node, base)
+            self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
+        elif base in (F.conv2d, torch.conv2d, F.linear):
+            self.functional(node, base)
+        elif base is F.pad:
+            self.pad(node)
+        elif base is torch.zeros_like:
+            self.zeros(node)
+        elif base is operator.getitem:
+            self.getitem(node)
+        else:
+            self.refuse(node, REASONS.get(base, UNKNOWN))
