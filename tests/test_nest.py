@@ -56,7 +56,8 @@ FAMILIES = {
     "diaresnet20_cifar10": "nested",  # all units of a stage share one LSTM
     "xdensenet40_2_k24_bc_cifar10": "refused",  # weights are multiplied by a mask while running
     "shakedropresnet20_cifar10": "refused",  # random signs in training
-    "msdnet22_cifar10": "refused",  # torch.fx cannot trace it
+    "msdnet22_cifar10": "nested unevenly",  # Python decides by shapes
+    "resdropresnet20_cifar10": "refused",  # random numbers decide what runs
 }
 
 
@@ -421,6 +422,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0]), out=1), r"getitem in 1 \(Does\): only slices"),
     "new dimension": (lambda: backbone(Does(lambda x: x[:, None].flatten(1, 2))), r"getitem in 1 \(Does\): .* puts something"),
     "power of a tensor": (lambda: backbone(Does(lambda x: x**x)), r"pow in 1 \(Does\): it reads several tensors"),
+    "numbers": (lambda: backbone(Does(lambda x: x * x.sum().item())), r"it takes numbers out of a tensor"),
     "unknown": (lambda: backbone(Does(lambda x: x.cumsum(1))), "not known to work"),
 }  # fmt: skip
 

@@ -97,11 +97,8 @@ class Watcher(fx.Tracer):
         except NestlingError:
             raise
         except Exception as error:  # the module's own code may raise anything
-            shape = tuple(self.image.shape[1:])
             where = place(self.root.get_submodule("module"), node)
-            raise NestlingError(
-                f"{self.net}: cannot nest {where}: it does not run on images of shape {shape}: {str(error).rstrip('.')}."
-            ) from None
+            raise NestlingError(f"{self.net}: cannot nest {where}: {reason(error, self.image)}.") from None
         finally:
             self.running = False
         self.writes[node] = [n for n, old in zip(read, before, strict=True) if version(self.values[n]) != old]
@@ -216,8 +213,7 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
         why = (
             f"it takes {len(needed)} inputs; a nested network takes one image"
             if len(needed) > 1
-            else f"torch.fx cannot trace it in {mode} mode on images of shape {tuple(image.shape[1:])} "
-            f"({type(error).__name__}: {error})"
+            else f"in {mode} mode, {reason(error, image)}"
         )
         raise NestlingError(f"{net}: cannot nest it: {why}.") from None
     for node in graph.nodes:
@@ -229,6 +225,14 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
     nodes, unneeded, answer = needed_nodes(tracer, graph)
     dropped = {node.meta["path"] for node in unneeded} - {node.meta["path"] for node in nodes}
     return Record(nodes, tracer.values, tracer.writes, answer, next(iter(graph.nodes)), dropped)
+
+
+def reason(error: Exception, image: Tensor) -> str:
+    """Why a module could not be run on images without data."""
+    words = str(error).rstrip(".")
+    if "meta tensor" in words:
+        return "it takes numbers out of a tensor while running (.item(), float(), numpy), which may differ from image to image"
+    return f"it does not run on images of shape {tuple(image.shape[1:])} ({type(error).__name__}: {words})"
 
 
 def required(parameter: inspect.Parameter) -> bool:
