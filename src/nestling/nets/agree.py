@@ -6,7 +6,7 @@ first. How a module is read is read.py's business.
 """
 
 import copy
-import sys
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from nestling.nets.trace import BATCHES, Shape
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest entry; other number types: 0.1
 PATIENCE = 2.0  # seconds without a word
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def prove(
                 pairs += [(there, Case(BATCHES[0], other, mode, mode)) for mode in (True, False)]
         for number, (both, case) in enumerate(pairs, start=1):
             if clock() - start > PATIENCE:
-                told = f"{net}: checking that it was read right, {number} of {len(pairs)} (proof=False skips this)"
-                print(told, file=sys.stderr, flush=True)
+                LOG.warning(
+                    "%s: checking that it was read right, %d of %d (proof=False skips this)", net, number, len(pairs)
+                )
             both.compare(case)
 
 
