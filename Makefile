@@ -1,6 +1,7 @@
 # make demo    train small nests on the digits and write runs/demo/report.html
 # make test    run every test (Chromium is installed for the browser tests where the system allows it)
 # make check   lint, formatting, types
+# make docs    the documentation as a site: build/site/index.html
 #
 # Each makes .venv and installs what it needs; after the first time that takes no time.
 # PYTHON=python3.12 picks an interpreter, PIP_FLAGS="..." is handed to pip (such as the index of CPU-only
@@ -14,9 +15,9 @@ WORKERS ?= 2
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 DEMO := data,report,export
-DEV := data,report,export,compare,dev
+DEV := data,report,export,compare,docs,dev
 
-.PHONY: demo test check browser constraints clean
+.PHONY: demo test check docs browser constraints clean
 
 demo: .venv/installed-demo
 	$(BIN)/nestling demo
@@ -29,6 +30,10 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/installed-dev
+	$(BIN)/python -m mkdocs build --strict
+	@echo "The site is $(CURDIR)/build/site/index.html"
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

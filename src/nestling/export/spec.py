@@ -24,6 +24,8 @@ def sides_of(shape: Sequence[Any], what: str, dimensions: int | None = None) -> 
 
 @dataclass(frozen=True)
 class Spec:
+    """A network's input shape, classes, normalisation, sizes, prior and errors: what a runtime must know of it."""
+
     name: str
     shape: tuple[int, int, int]  # C,H,W
     classes: tuple[str, ...]

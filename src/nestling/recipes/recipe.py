@@ -53,6 +53,8 @@ class Section:
 
 @dataclass(frozen=True)
 class DataRecipe(Section):
+    """The images of a run: which data set, from where, and what is held out."""
+
     name: Literal["digits", "cifar10", "folder", "synthetic"] = "digits"
     root: str = ""  # where the files are; empty = the data set's usual place
     validation: Count = 0  # images held out of training; > 0 = evaluate on them instead of the test split
@@ -65,6 +67,8 @@ class DataRecipe(Section):
 
 @dataclass(frozen=True)
 class NetworkRecipe(Section):
+    """The network of a run: a nest by name, the independent net of one stage's size, or an ensemble."""
+
     name: str = "width-digits"
     alone: Count = 0  # 0 = the nest; s = a network of stage s's size by itself, fully connected
     ensemble: bool = False  # independent networks of rising size, run one after another
@@ -76,6 +80,8 @@ class NetworkRecipe(Section):
 
 @dataclass(frozen=True)
 class StrategyRecipe(Section):
+    """How the tasks' gradients become one update: the combiner by name, and its settings."""
+
     name: Literal["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad", "greedy"] = "osgd"
     # Stage numbers, most important first; empty = 1, 2, ..., n. Several orders one after another (1,2,3,3,2,1) share the
     # epochs equally: the order then changes over time.
@@ -97,6 +103,8 @@ class StrategyRecipe(Section):
 
 @dataclass(frozen=True)
 class TrainRecipe(Section):
+    """Epochs, optimizer, schedule, precision, device and seed of a run."""
+
     epochs: Count = 200
     batch: Positive = 128
     lr: AboveZero = 0.1
@@ -143,6 +151,8 @@ class TrainRecipe(Section):
 
 @dataclass(frozen=True)
 class Recipe(Section):
+    """One run: data, network, strategy and training, every field checked."""
+
     name: str
     data: DataRecipe = field(default_factory=DataRecipe)
     network: NetworkRecipe = field(default_factory=NetworkRecipe)
