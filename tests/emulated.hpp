@@ -1,7 +1,7 @@
-// What chip.cuh does on a GPU, done by a CPU, so that conv.cu and hopper.cu can be tested where there is none: every thread of a block is a fiber,
-// and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for. Copies behind the
-// program's back land only when they are waited for, and until then there is no number; warps run in any order. Products behind
-// the program's back must find the same numbers when they begin and when they are waited for, and only numbers shown to them.
+// What ptx.cuh does on a GPU, done by a CPU, so that sm80.cu and sm90.cu can be tested where there is none: every thread of a block is a
+// fiber, and where threads have to meet they wait for one another. Shared memory has exactly the bytes that were asked for. Asynchronous
+// copies land only when they are waited for, and until then there is NaN; warps run in any order. Asynchronous products (wgmma) must find
+// the same numbers when they begin and when they are waited for, and only numbers that a proxy fence has made visible to them.
 
 #include <ucontext.h>
 
@@ -85,24 +85,24 @@ inline u32 matrix_entry(Lane* warp, int matrix, int row, int column) {
     return found;
 }
 
-template <bool TURNED> void load(u32 (&r)[4], u32 row) {
+template <bool TRANS> void load(u32 (&r)[4], u32 row) {
     check(row, 16);
     lanes[threadIdx.x].in[0] = row;
     Lane& mine = together([](Lane* warp) {
         for (int lane = 0; lane < 32; lane++)
             for (int m = 0; m < 4; m++) {
                 int i = lane / 4, j = lane % 4 * 2;
-                u32 one = TURNED ? matrix_entry(warp, m, j, i) : matrix_entry(warp, m, i, j);
-                u32 two = TURNED ? matrix_entry(warp, m, j + 1, i) : matrix_entry(warp, m, i, j + 1);
+                u32 one = TRANS ? matrix_entry(warp, m, j, i) : matrix_entry(warp, m, i, j);
+                u32 two = TRANS ? matrix_entry(warp, m, j + 1, i) : matrix_entry(warp, m, i, j + 1);
                 warp[lane].out[m] = one | two << 16;
             }
     });
     memcpy(r, mine.out, 16);
 }
-inline void load4(u32 (&r)[4], u32 row) { load<false>(r, row); }
-inline void load4_turned(u32 (&r)[4], u32 row) { load<true>(r, row); }
+inline void ldmatrix_x4(u32 (&r)[4], u32 row) { load<false>(r, row); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], u32 row) { load<true>(r, row); }
 
-inline void put4(u32 row, u32 a, u32 b, u32 c, u32 d) {
+inline void stmatrix_x4(u32 row, u32 a, u32 b, u32 c, u32 d) {
     check(row, 16);
     u32 in[5] = {row, a, b, c, d};
     memcpy(lanes[threadIdx.x].in, in, sizeof in);
@@ -132,18 +132,18 @@ template <int K> void multiply(float (&sum)[4]) {
     });
     memcpy(sum, mine.sum, 16);
 }
-inline void multiply16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+inline void mma_m16n8k16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     u32 in[6] = {a[0], a[1], a[2], a[3], b0, b1};
     memcpy(lanes[threadIdx.x].in, in, sizeof in);
     multiply<16>(sum);
 }
-inline void multiply8(float (&sum)[4], u32 a0, u32 a1, u32 b) {
+inline void mma_m16n8k8(float (&sum)[4], u32 a0, u32 a1, u32 b) {
     u32 in[6] = {a0, a1, 0, 0, b, 0};
     memcpy(lanes[threadIdx.x].in, in, sizeof in);
     multiply<8>(sum);
 }
 
-inline float across(float x, int bit) {
+inline float shfl_xor(float x, int bit) {
     lanes[threadIdx.x].in[0] = __float_as_uint(x);
     Lane& mine = together([bit](Lane* warp) {
         for (int lane = 0; lane < 32; lane++) warp[lane].out[0] = warp[lane ^ bit].in[0];
@@ -153,29 +153,29 @@ inline float across(float x, int bit) {
 
 // --- what a thread does by itself -------------------------------------------------------------------------------------------
 
-static bool hidden[1 << 14];                 // sixteen bytes of shared memory each: not yet shown to products
+static bool hidden[1 << 14];                 // sixteen bytes of shared memory each: not yet visible to wgmma
 static std::vector<std::vector<u32>> hiding;  // by each thread
 inline void hide(u32 to) { hidden[to / 16] = true, hiding[threadIdx.x].push_back(to / 16); }
 
-inline void put(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16), hide(to); }
-inline void put(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4), hide(to); }
+inline void st_shared(u32 to, uint4 v) { check(to, 16), memcpy(memory + to, &v, 16), hide(to); }
+inline void st_shared(u32 to, u32 v) { check(to, 4), memcpy(memory + to, &v, 4), hide(to); }
 
 struct Copy { u32 to; const void* from; bool there; };
 struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; };
 static std::vector<Copies> copies;  // of each thread
 
-inline void copy_later(u32 to, const void* from, bool there) {
+inline void cp_async(u32 to, const void* from, bool there) {
     check(to, 16);
     if ((size_t)from % 16) fprintf(stderr, "global memory: 16 bytes at %p\n", from), abort();
     memset(memory + to, 0xff, 16);
     copies[threadIdx.x].open.push_back({to, from, there});
 }
-inline void end_of_copies() {
+inline void cp_async_commit_group() {
     Copies& mine = copies[threadIdx.x];
     mine.groups.push_back(mine.open);
     mine.open.clear();
 }
-template <int LEFT> void wait_for_copies() {
+template <int LEFT> void cp_async_wait_group() {
     auto& groups = copies[threadIdx.x].groups;
     for (; (int)groups.size() > LEFT; groups.erase(groups.begin()))
         for (const Copy& each : groups[0]) {
@@ -189,30 +189,31 @@ inline u32 rounded_one(float x) {
     u32 bits = __float_as_uint(x);
     return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline u32 rounded(float low, float high) { return rounded_one(low) | rounded_one(high) << 16; }
+inline u32 cvt_bf16x2(float low, float high) { return rounded_one(low) | rounded_one(high) << 16; }
 inline float relu(float x) { return x < 0 ? 0 : x; }  // not a number is not below zero
-inline u32 rounded_relu(float low, float high) { return rounded(relu(low), relu(high)); }
-inline uint4 fetched(const uint4* from) { return *from; }
-inline u32 of_the_warp(u32 x) { return x; }
+inline u32 cvt_relu_bf16x2(float low, float high) { return cvt_bf16x2(relu(low), relu(high)); }
+inline uint4 ld_global_nc(const uint4* from) { return *from; }
+inline u32 shfl_lane0(u32 x) { return x; }
 
 // --- products of matrices in shared memory ------------------------------------------------------------------------------------
 
-struct Product { float* sum; int columns; u64 a, b; bool turned_a, turned_b; float found[32]; };
+struct Product { float* sum; int columns; u64 a, b; bool trans_a, trans_b; float found[32]; };
 struct Products { std::vector<Product> open; std::vector<std::vector<Product>> groups; };
 static std::vector<Products> products;  // of each thread
-static std::vector<Meeting> groups_of_warps;
+static std::vector<Meeting> warpgroups;
 
-template <int BYTES> u64 matrix(u32 at, u32 next, u32 beside = 16) {
-    return (u64)(at >> 4) | (u64)(beside >> 4) << 16 | (u64)(next >> 4) << 32 | (u64)(BYTES / 32) << 48;
+template <int BYTES> u64 wgmma_descriptor(u32 start, u32 stride, u32 leading = 16) {
+    return (u64)(start >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | (u64)(BYTES / 32) << 48;
 }
 
-inline float entry(u64 matrix, bool turned, int k, int other) {
-    u32 at = (matrix & 0x3fff) << 4, beside = (matrix >> 16 & 0x3fff) << 4, next = (matrix >> 32 & 0x3fff) << 4, bytes = (matrix >> 48) * 32;
-    int line = turned ? k : other, column = turned ? other : k;
-    u32 byte = at + line / 8 * next + line % 8 * bytes + column / (bytes / 2) * beside + column % (bytes / 2) * 2;
+inline float entry(u64 descriptor, bool trans, int k, int other) {
+    u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+    u32 bytes = (descriptor >> 48) * 32;
+    int line = trans ? k : other, column = trans ? other : k;
+    u32 byte = start + line / 8 * stride + line % 8 * bytes + column / (bytes / 2) * leading + column % (bytes / 2) * 2;
     byte ^= (byte >> 7 & (bytes / 16 - 1)) << 4;
     check(byte, 2);
-    if (hidden[byte / 16]) fprintf(stderr, "a product reads what was not shown to it, at %u\n", byte), abort();
+    if (hidden[byte / 16]) fprintf(stderr, "wgmma reads what no fence has made visible to it, at %u\n", byte), abort();
     unsigned short bits;
     memcpy(&bits, memory + byte, 2);
     return __uint_as_float((u32)bits << 16);
@@ -222,29 +223,29 @@ inline void multiply_now(const Product& p, float (&found)[32]) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float a[2][16];
     for (int k = 0; k < 16; k++)
-        for (int lower = 0; lower < 2; lower++) a[lower][k] = entry(p.a, p.turned_a, k, warp * 16 + lane / 4 + lower * 8);
+        for (int lower = 0; lower < 2; lower++) a[lower][k] = entry(p.a, p.trans_a, k, warp * 16 + lane / 4 + lower * 8);
     for (int i = 0; i < p.columns / 2; i++) {
         found[i] = 0;
-        for (int k = 0; k < 16; k++) found[i] += a[i / 2 % 2][k] * entry(p.b, p.turned_b, k, i / 4 * 8 + lane % 4 * 2 + i % 2);
+        for (int k = 0; k < 16; k++) found[i] += a[i / 2 % 2][k] * entry(p.b, p.trans_b, k, i / 4 * 8 + lane % 4 * 2 + i % 2);
     }
 }
 
-template <bool TURNED_A, bool TURNED_B, int HALF> void multiply64(float (&sum)[HALF], u64 a, u64 b) {
-    Product p = {sum, 2 * HALF, a, b, TURNED_A, TURNED_B};
+template <bool TRANS_A, bool TRANS_B, int HALF> void wgmma_m64k16(float (&sum)[HALF], u64 a, u64 b) {
+    Product p = {sum, 2 * HALF, a, b, TRANS_A, TRANS_B};
     multiply_now(p, p.found);
     products[threadIdx.x].open.push_back(p);
 }
-inline void show_to_products() {
+inline void fence_proxy_async() {
     for (u32 each : hiding[threadIdx.x]) hidden[each] = false;
     hiding[threadIdx.x].clear();
 }
-inline void begin_products() { meet(groups_of_warps[threadIdx.x / 128], 128, [] {}); }
-inline void end_of_products() {
+inline void wgmma_fence() { meet(warpgroups[threadIdx.x / 128], 128, [] {}); }
+inline void wgmma_commit_group() {
     Products& mine = products[threadIdx.x];
     mine.groups.push_back(mine.open);
     mine.open.clear();
 }
-template <int LEFT> void wait_for_products() {
+template <int LEFT> void wgmma_wait_group() {
     auto& groups = products[threadIdx.x].groups;
     for (; (int)groups.size() > LEFT; groups.erase(groups.begin()))
         for (const Product& each : groups[0]) {
@@ -278,7 +279,7 @@ inline void launch(int blocks, int layers, int threads, int shared, void** args)
         memset(memory, 0xff, bytes);  // bf16 that is not a number
         fibers.assign(threads, {}), lanes.assign(threads, {}), warps.assign(threads / 32, {}), everyone = {};
         copies.assign(threads, {}), products.assign(threads, {}), hiding.assign(threads, {});
-        groups_of_warps.assign(threads / 128 + 1, {});
+        warpgroups.assign(threads / 128 + 1, {});
         memset(hidden, false, sizeof hidden);
         for (auto& each : fibers) {
             each.stack.resize(1 << 17);

@@ -1,5 +1,5 @@
-"""conv.cu and hopper.cu on a CPU: compiled by the machine's C++ compiler with emulated.hpp instead of chip.cuh, and run through
-narrow.py and hopper.py.
+"""sm80.cu and sm90.cu on a CPU: compiled by the machine's C++ compiler with emulated.hpp instead of ptx.cuh, and run through
+sm80.py and sm90.py.
 
 `TRITON_INTERPRET=1 python emulated_convs.py`; says what differed, or how many comparisons held.
 """
@@ -14,61 +14,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.kernels import Fused, Kept, cuda, hopper, launch, narrow, proof
-from nestling.kernels.forward import Unit
+from nestling.kernels import Fused, Kept, chip, nvrtc, proof
+from nestling.kernels.backends import Choice, choices, sm80, sm90
+from nestling.kernels.patterns import Unit
+from nestling.kernels.weights import empty_gradient, weight_gradient, weight_gradients
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
 from nestling.recipes.recipe import NetworkRecipe
 
 HERE = Path(__file__).parent
-SHAPES = [(8, 8, 32), (16, 16, 32), (32, 32, 16), (8, 16, 16), (16, 32, 8), (32, 16, 8)]  # in, out, side
-HOPPER_SHAPES = [(32, 32, 32), (16, 32, 16), (64, 64, 16), (128, 128, 8), (32, 64, 8)]
+SHAPES = {  # in, out, side
+    sm80: [(8, 8, 32), (16, 16, 32), (32, 32, 16), (8, 16, 16), (16, 32, 8), (32, 16, 8)],
+    sm90: [(32, 32, 32), (64, 64, 16), (128, 128, 8), (32, 64, 8)],
+}
+SIXTEEN = {
+    "forward": (1, 16, 2, 3),
+    "back": (1, 16, 2, 3),
+    "weights": (1, 8, 1, 3, 4, 16),
+}  # what sm90.cu can do, but is not asked
 
 
 class Emulated:
-    """A kernel as `cuda.Kernel` is one."""
+    """A kernel as `nvrtc.Kernel` is one."""
 
-    def __init__(self, file: str, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, file: str, name: str, threads: int, shared: int, macros: nvrtc.Macros) -> None:
         self.threads, self.shared = threads, shared
-        text = "".join(
-            f'#include "{path}"\n' for path in (HERE / "emulated.hpp", cuda.HERE / "numbers.cuh", cuda.HERE / file)
-        )
+        headers = [nvrtc.SOURCES / name for name in nvrtc.HEADERS if name != "ptx.cuh"]
+        text = "".join(f'#include "{path}"\n' for path in (HERE / "emulated.hpp", *headers, nvrtc.SOURCES / file))
         text += f"static void entered(void** args) {{ call({name}, args); }}\n"
         text += 'extern "C" void go(int blocks, int layers, int threads, int shared, void** args)'
         text += "{ work = entered; launch(blocks, layers, threads, shared, args); }\n"
         with tempfile.TemporaryDirectory() as folder:
             source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
             source.write_text(text)
-            macros = [f"-D{k}={v}" for k, v in sizes]
-            words = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *macros, str(source), "-o", str(library)]
+            given = [f"-D{k}={v}" for k, v in macros]
+            words = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *given, str(source), "-o", str(library)]
             subprocess.run(words, check=True)
             self.library = ctypes.CDLL(str(library))
 
     def __call__(self, blocks: int, *args: Any, layers: int = 1) -> None:
-        given = cuda.as_c(args)
+        given = nvrtc.as_c(args)
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
         self.library.go(blocks, layers, self.threads, self.shared, places)
 
 
 @cache
-def kernel(
-    _: torch.device, file: str, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]
-) -> Emulated:
-    return Emulated(file, name, threads, shared, sizes)
+def kernel(_: torch.device, file: str, name: str, threads: int, shared: int, macros: nvrtc.Macros) -> Emulated:
+    return Emulated(file, name, threads, shared, macros)
 
 
-def proofs(cin: int, cout: int, side: int, blocks: Any, back: Any, weights: Any) -> int:
+def proofs(backend: Any, cin: int, cout: int, side: int) -> int:
     """What the kernels must show before they are used on a GPU."""
-    like = torch.empty(4, cin, side, side, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    like = wider(torch.empty(4, 1, side, side, dtype=torch.bfloat16), cin)
+    there, back, weights = (chosen(backend, kernel, like, cout) for kernel in ("forward", "back", "weights"))
     for adds, moments in ((True, True), (False, False)):
-        assert proof.conv_agrees(like, cout, blocks, True, adds, moments), (cin, cout, side, adds, blocks)
+        assert proof.forward_agrees(like, cout, there, True, adds, moments), (cin, cout, side, adds, there)
     for before in (wider(like, cout), wider(like, cout + 8)[:, :cout]):
         assert proof.back_agrees(like, before, back), (cin, cout, side, back)
-    tiles = like.shape[0] * side * side // weights.pixels(side)
-    weights = weights._replace(splits=3 if tiles > 3 else 1)  # unequal shares, or several tiles one after another
+    tiles = like.shape[0] * side * side // weights.tiles.pixels(side)
+    splits = 3 if tiles > 3 else 1  # unequal shares, or several tiles one after another
+    weights = weights._replace(tiles=weights.tiles._replace(splits=splits))
     for x in (like, wider(like, 2 * cin)[:, :cin]):
         assert proof.weight_agrees(x, cout, weights), (cin, cout, side, weights)
     return 6
+
+
+def chosen(backend: Any, kernel: Any, like: Tensor, cout: int) -> Choice:
+    """The tiles in use; sm90.cu can also do 16 channels, which sm80.cu does."""
+    if backend is sm90 and like.shape[1] == 16:
+        return Choice(sm90, sm90.Tiles(*SIXTEEN[kernel]))
+    return Choice(backend, backend.tiles(kernel, like, cout)[0])
 
 
 def wider(like: Tensor, channels: int) -> Tensor:
@@ -76,28 +91,18 @@ def wider(like: Tensor, channels: int) -> Tensor:
     return torch.empty(images, channels, side, side, dtype=like.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def narrow_proofs(cin: int, cout: int, side: int) -> int:
-    blocks = narrow.conv_blocks(side, cout)
-    return proofs(cin, cout, side, blocks, blocks, narrow.weight_blocks(4, side, cout))
-
-
-def hopper_proofs(cin: int, cout: int, side: int) -> int:
-    there, back = (hopper.conv_patches(side, cin, cout, way) for way in (False, True))
-    return proofs(cin, cout, side, there, back, hopper.weight_patches(4, side, cin, cout))
-
-
 def several_layers() -> int:
     """Weights of three layers by one launch: each is what it is by itself."""
     held = 0
     for cin, cout, side in ((8, 16, 8), (64, 64, 8)):
         like = torch.empty(4, cin, side, side, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-        choice = proof.split_choices(like, cout)[0]
-        assert isinstance(choice, launch.InCuda)
+        choice = choices("weights", like, cout)[0]
+        assert choice.backend in (sm80, sm90)
         xs, dys = ([proof.random_image(like, c, 10 * c + i) for i in range(3)] for c in (cin, cout))
-        totals = [launch.room_for_weight(x, dy) for x, dy in zip(xs, dys, strict=True)]
-        launch.weight_gradients(list(zip(xs, dys, totals, [None] * 3, strict=True)), choice)
+        totals = [empty_gradient(x, dy) for x, dy in zip(xs, dys, strict=True)]
+        weight_gradients(list(zip(xs, dys, totals, [None] * 3, strict=True)), choice)
         for x, dy, total in zip(xs, dys, totals, strict=True):
-            assert torch.equal(total, launch.weight_gradient(x, dy, None, choice))
+            assert torch.equal(total, weight_gradient(x, dy, None, choice))
             held += 1
     return held
 
@@ -107,7 +112,8 @@ def not_a_number_shows() -> int:
     x = proof.random_image(torch.empty(1, 8, 8, 8, dtype=torch.bfloat16), 8, 4)
     x[0, 3, 4, 4] = float("nan")
     affine, weight = proof.random_affine(x, 8), proof.random_weight(x, 8, 8)
-    _, y, _ = launch.norm_relu_conv(x, affine, weight, 8, tiles=narrow.conv_blocks(8, 8))
+    backend, tiles = choices("forward", x, 8)[0]
+    _, y, _ = backend.forward(x, affine, weight, 8, tiles)
     expected = torch.zeros(8, 8, dtype=torch.bool)
     expected[3:6, 3:6] = True
     assert torch.equal(y.isnan()[0, 0], expected)
@@ -156,10 +162,11 @@ def part_of_a_network() -> int:
 
 
 def main() -> None:
-    cuda.available = lambda device: True  # type: ignore[assignment]
-    cuda.is_hopper = lambda device: True  # type: ignore[assignment]
-    cuda.kernel = kernel  # type: ignore[assignment]
-    held = sum(narrow_proofs(*shape) for shape in SHAPES) + sum(hopper_proofs(*shape) for shape in HOPPER_SHAPES)
+    chip.of = lambda device: chip.Chip("NVIDIA H200", (9, 0), 132)  # type: ignore[assignment]
+    nvrtc.available = lambda: True
+    nvrtc.kernel = kernel  # type: ignore[assignment]
+    held = sum(proofs(backend, *shape) for backend, shapes in SHAPES.items() for shape in shapes)
+    held += proofs(sm90, 16, 32, 16)
     held += several_layers() + not_a_number_shows() + whole_network() + part_of_a_network()
     print(f"{held} comparisons held")
 

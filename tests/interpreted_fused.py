@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from nestling.kernels import Fused, Kept, cuts, launch, proof
-from nestling.kernels.aside import Aside
-from nestling.kernels.forward import Unit
-from nestling.kernels.functions import Done, NormRelu, NormReluConv, Weight
+from nestling.kernels import Fused, Kept, elementwise, proof
+from nestling.kernels.autograd import Done, NormRelu, NormReluConv, Weight
+from nestling.kernels.backends import Choice, choices, triton
+from nestling.kernels.patterns import Unit
+from nestling.kernels.side_stream import SideStream
 from nestling.nets import NestedNet, build
 from nestling.nets.within import within
 from nestling.recipes.recipe import NetworkRecipe
@@ -41,11 +42,11 @@ def handed_on() -> int:
     z, gamma, beta = (torch.randn(shape, requires_grad=True) for shape in ((4, 8, 8, 8), (8,), (8,)))
     z_laid = z.contiguous(memory_format=torch.channels_last)
     weight = torch.randn(8, 8, 3, 3, requires_grad=True)
-    shadow = weight.detach().permute(0, 2, 3, 1).reshape(-1)
+    packed = weight.detach().permute(0, 2, 3, 1).reshape(-1)
     done = Done(z_laid.detach(), torch.ones(4, 8), torch.zeros_like(z_laid), torch.zeros_like(z_laid))
     *_, first = NormRelu.apply(z_laid, gamma, beta, done)
-    laid = Weight(shadow, None, Aside(z.device))
-    *_, second = NormReluConv.apply(first, gamma, beta, weight, None, done, laid)
+    read = Weight(packed, None, SideStream(z.device))
+    *_, second = NormReluConv.apply(first, gamma, beta, weight, None, done, read)
     found = torch.autograd.grad((3 * second).sum(), (z, gamma, weight), materialize_grads=True)
     for a, expected in zip(found, (3.0, 0.0, 0.0), strict=True):
         torch.testing.assert_close(a, torch.full_like(a, expected))
@@ -57,18 +58,18 @@ def proofs() -> int:
     held = 0
     like = torch.empty(4, 8, 8, 8).contiguous(memory_format=torch.channels_last)
     for cout in (8, 16):
-        tiles = cuts.conv_tiles(launch.rows_of(like), 8, cout)
+        (choice, *_), (splits, *_) = (choices(kernel, like, cout) for kernel in ("forward", "weights"))
         for normed, adds, moments in itertools.product((False, True), repeat=3):
-            assert proof.conv_agrees(like, cout, tiles, normed, adds, moments)
+            assert proof.forward_agrees(like, cout, choice, normed, adds, moments)
             held += 1
         for before in (like_of(like, cout), like_of(like, cout + 8)[:, :cout]):
-            assert proof.back_agrees(like, before, tiles)
+            assert proof.back_agrees(like, before, choice)
         for wide in (like, like_of(like, 24)[:, :8]):
-            assert proof.weight_agrees(wide, cout, cuts.weight_splits(launch.rows_of(like), 8, cout))
+            assert proof.weight_agrees(wide, cout, splits)
         held += 4
     held += sum(tiles_of_many_images(channels, side) for channels, side in SHAPES) + stems(like)
     image = proof.random_image(like, 8, 0)
-    found = launch.moments_of(image)
+    found = elementwise.moments_of(image)
     assert proof.moments_agree(found, image)
     for wrong in (found * torch.tensor([1.0, 1.1]).view(2, 1, 1), found * torch.tensor([1.1, 1.0]).view(2, 1, 1)):
         assert not proof.moments_agree(wrong, image)
@@ -83,18 +84,17 @@ def stems(like: torch.Tensor) -> int:
     """Few inputs, many outputs."""
     pictures = like[:, :3].contiguous(memory_format=torch.channels_last)
     for cout in (16, 72, 128):
-        splits = cuts.weight_splits(launch.rows_of(pictures), 3, cout)
-        assert proof.weight_agrees(pictures, cout, splits), cout
+        assert proof.weight_agrees(pictures, cout, choices("weights", pictures, cout)[0]), cout
     return 3
 
 
 def tiles_of_many_images(channels: int, side: int) -> int:
     """The tiles that 128 images get, on fewer images."""
     like, pixels = torch.empty(2, channels, 16, 16).contiguous(memory_format=torch.channels_last), 128 * side**2
-    tiles = [cuts.conv_tiles(pixels, channels, channels, back) for back in (False, True)]
-    assert proof.conv_agrees(like, channels, tiles[0], normed=True, adds=True, moments=True)
-    assert proof.back_agrees(like, like, tiles[1])
-    splits = cuts.weight_splits(pixels, channels, channels)
+    there, back = (Choice(triton, triton.conv_tiles(pixels, channels, channels, way)) for way in (False, True))
+    assert proof.forward_agrees(like, channels, there, normed=True, adds=True, moments=True)
+    assert proof.back_agrees(like, like, back)
+    splits = Choice(triton, triton.weight_splits(pixels, channels, channels, 132))
     assert proof.weight_agrees(like, channels, splits)
     assert proof.weight_agrees(like_of(like, 2 * channels)[:, :channels], channels, splits)
     return 4
@@ -125,7 +125,7 @@ def known_already(net: NestedNet, fused: Fused, x: Tensor, y: Tensor) -> int:
     """A subnetwork that finds its images among the whole network's: same answers and gradients, no convolution done twice."""
     kept = Kept()
     Fused(within(net, net.plan.answering[-1]), torch.float32)(x, kept=kept)
-    with mock.patch.object(launch, "finish_moments", wraps=launch.finish_moments) as computed:
+    with mock.patch.object(elementwise, "finish_moments", wraps=elementwise.finish_moments) as computed:
         found = fused(x, known=kept)
     units = [unit for unit in fused.items if isinstance(unit, Unit)]
     own = [unit for unit in units if (unit.norm.name, unit.gives) not in kept.units]

@@ -17,7 +17,9 @@ from test_gradients import batch, losses_of, make
 
 from nestling.gradients import Accumulator, kernels
 from nestling.gradients.combiners import OSGD
-from nestling.kernels import Fused, cuda, cuts, hopper, narrow, proof
+from nestling.kernels import Fused, chip, nvrtc, proof
+from nestling.kernels.backends import BACKENDS, Choice, choices, sm80, sm90
+from nestling.kernels.backends import triton as in_triton
 from nestling.nets import build
 from nestling.nets.within import within
 from nestling.recipes.recipe import NetworkRecipe
@@ -29,11 +31,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from nestling.gradients import jitted as gradients  # noqa: E402
-from nestling.kernels import jitted as fused  # noqa: E402
+from nestling.kernels import elementwise_kernels  # noqa: E402
+from nestling.kernels.backends import triton_kernels  # noqa: E402
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32"
 }  # fmt: skip
+H200 = chip.Chip("NVIDIA H200", (9, 0), 132)
+A100 = chip.Chip("NVIDIA A100-SXM4-80GB", (8, 0), 108)
 CHIPS = {80: 163, 90: 227}  # compute capability -> KiB of shared memory that a program may have: A100, H100 and H200
 
 
@@ -105,12 +110,14 @@ def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     works = passes("width-resnet42"), passes("depth-sparse98"), combining(monkeypatch)
     found = set.union(*(launches(work, monkeypatch) for work in works))
-    every = {kernel for room in (fused, gradients) for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
-    entered = {kernel for kernel in every if not kernel.fn.__name__.startswith("_")}  # the others are parts of these
+    rooms = (elementwise_kernels, triton_kernels, gradients)
+    every = {kernel for room in rooms for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
+    parts = {elementwise_kernels.partial_moments, elementwise_kernels.through_norm}  # of other kernels
+    entered = {kernel for kernel in every - parts if not kernel.fn.__name__.startswith("_")}
     assert {each.kernel for each in found} == entered and len(found) > 100
     for each in found:
-        for chip, room in CHIPS.items():
-            made = each.compiled(chip)
+        for capability, room in CHIPS.items():
+            made = each.compiled(capability)
             assert made.asm["cubin"] and made.metadata.shared <= room * 1024, (each, made.metadata.shared)
 
 
@@ -128,8 +135,8 @@ def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
     made: list[dict[str, int]] = []
     folders = [tmp_path]
 
-    def compiled(file: str, architecture: str, **sizes: int) -> bytes:
-        made.append(sizes)
+    def compiled(file: str, architecture: str, macros: nvrtc.Macros) -> bytes:
+        made.append(dict(macros))
         return b"good"
 
     stream = SimpleNamespace(synchronize=lambda: None)
@@ -139,14 +146,14 @@ def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
         ("nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda major, minor: None)),
         ("Kernel", Loaded),
     ):
-        monkeypatch.setattr(cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(nvrtc, name, fake)
+    monkeypatch.setattr(chip, "of", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def start() -> int:
-        cuda.kernel.cache_clear()  # as a new process
-        cuda.kernel(torch.device("cuda"), "conv.cu", "conv", 128, 1024, (("CIN", 8),))
+        nvrtc.kernel.cache_clear()  # as a new process
+        nvrtc.kernel(torch.device("cuda"), "sm80.cu", "conv", 128, 1024, (("CIN", 8),))
         return len(made)
 
     assert [start(), start()] == [1, 1], "found again"
@@ -157,37 +164,41 @@ def test_machine_code_is_kept_and_made_anew_where_it_is_damaged(
         assert start() == before + 1 and path.read_bytes() == b"good" and start() == before + 1
     folders[0] = tmp_path / "gone"  # cannot be written
     assert [start(), start()] == [4, 5]
-    cuda.kernel.cache_clear()
+    nvrtc.kernel.cache_clear()
 
 
 def test_a_kernel_in_cuda_c_that_cannot_be_had_leaves_it_to_triton() -> None:
     def fails(choice: Any) -> bool:
         raise RuntimeError("invalid value for --gpu-architecture")
 
-    assert not proof.runs_and(fails, narrow.conv_blocks(32, 8))
+    for backend in BACKENDS[:-1]:
+        assert not proof.runs_and(fails, Choice(backend, None))
     with pytest.raises(RuntimeError, match="architecture"):
-        proof.runs_and(fails, cuts.conv_tiles(2**17, 8, 8))
+        proof.runs_and(fails, Choice(in_triton, in_triton.conv_tiles(2**17, 8, 8)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "room"), [("sm_80", 163), ("sm_90a", 227)])
+@pytest.mark.parametrize(("on", "room"), [(A100, 163), (H200, 227)], ids=["A100", "H200"])
 def test_kernels_in_cuda_c_compile_for_shapes_of_every_kind(
-    chip: str, room: int, monkeypatch: pytest.MonkeyPatch
+    on: chip.Chip, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if cuda.nvrtc() is None:
+    if nvrtc.nvrtc() is None:
         pytest.skip("NVRTC is not installed")
     found: dict[Any, int] = {}
 
     def kernel(
-        device: torch.device, file: str, name: str, threads: int, shared: int, sizes: Any
+        device: torch.device, file: str, name: str, threads: int, shared: int, macros: nvrtc.Macros
     ) -> Callable[..., None]:
-        found[file, sizes] = shared
+        found[file, macros] = shared
         return lambda *args, layers=1: None
 
     def image(channels: int, side: int) -> torch.Tensor:
-        return torch.empty(4, channels, side, side).contiguous(memory_format=torch.channels_last)
+        x = torch.empty(4, channels, side, side, dtype=torch.bfloat16)
+        return x.contiguous(memory_format=torch.channels_last)
 
-    monkeypatch.setattr(cuda, "kernel", kernel)
+    monkeypatch.setattr(nvrtc, "kernel", kernel)
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    monkeypatch.setattr(chip, "of", lambda device: on)
     shapes = [(8, 8, 32), (16, 16, 32), (32, 32, 32), (8, 16, 16), (16, 32, 8), (32, 8, 8)]
     wide = [
         (32, 32, 32),
@@ -199,18 +210,42 @@ def test_kernels_in_cuda_c_compile_for_shapes_of_every_kind(
         (32, 32, 16),
         (32, 64, 16),
     ]
-    blocks = [narrow.conv_blocks(side, cout) for _, cout, side in shapes]
-    choices: list[Any] = list(
-        zip(shapes, blocks, blocks, (narrow.weight_blocks(4, s[2], s[1]) for s in shapes), strict=True)
-    )
-    if chip == "sm_90a":
-        ways = [[hopper.conv_patches(side, cin, cout, back) for cin, cout, side in wide] for back in (False, True)]
-        choices += zip(wide, *ways, (hopper.weight_patches(4, s[2], *s[:2]) for s in wide), strict=True)
-    for (cin, cout, side), there, back, splits in choices:
-        x, y, numbers = image(cin, side), image(cout, side), torch.empty(1)
-        there.conv(x, numbers, y, numbers, numbers, h=x)
-        back.conv(x, numbers, y, numbers, numbers, z=y)
-        splits.weight_gradients([x], [y], [numbers])
-    assert len(found) == 3 * len(choices) and max(found.values()) < room * 1024
-    for file, sizes in found:
-        assert cuda.compiled(file, chip, **dict(sizes))[:4] == b"\x7fELF"
+    runs: list[tuple[Any, Any]] = [(sm80, shape) for shape in shapes]
+    runs += [(sm90, shape) for shape in wide if on.has_wgmma]
+    for backend, (cin, cout, side) in runs:
+        x, y, numbers = image(cin, side), image(cout, side), torch.empty(4, max(cin, cout))
+        assert all(backend.suits(way, x, cout) for way in ("forward", "back", "weights"))
+        there, back, splits = (backend.tiles(way, x, cout)[0] for way in ("forward", "back", "weights"))
+        backend.forward(x, numbers, numbers, cout, there, moments=True)
+        backend.back(x, numbers, y, numbers, back)
+        backend.weights([x], [y], splits)
+    assert len(found) == 3 * len(runs) and max(found.values()) < room * 1024
+    for file, macros in found:
+        assert nvrtc.compiled(file, on.architecture, macros)[:4] == b"\x7fELF"
+
+
+def test_a_chip_gets_what_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best backend first, those of older chips behind it, Triton's last; without NVRTC that alone."""
+    ada, blackwell = chip.Chip("NVIDIA L4", (8, 9), 58), chip.Chip("NVIDIA B200", (10, 0), 148)
+    turing = chip.Chip("Tesla T4", (7, 5), 40)
+    expected = {8: [sm80], 16: [sm80], 32: [sm80], 64: [], 128: [], 24: []}
+    for on in (A100, ada, blackwell):
+        assert order(monkeypatch, on) == expected and on.architecture == f"sm_{on.capability[0]}{on.capability[1]}"
+    assert order(monkeypatch, H200) == expected | {32: [sm90, sm80], 64: [sm90], 128: [sm90]}
+    assert H200.architecture == "sm_90a", "wgmma is compiled for that alone"
+    for on, there in ((turing, True), (H200, False)):
+        assert order(monkeypatch, on, there) == {channels: [] for channels in expected}
+
+
+def order(monkeypatch: pytest.MonkeyPatch, on: chip.Chip, there: bool = True) -> dict[int, list[Any]]:
+    """By channels: who is asked before Triton."""
+    monkeypatch.setattr(chip, "of", lambda device: on)
+    monkeypatch.setattr(nvrtc, "available", lambda: there)
+    found: dict[int, list[Any]] = {}
+    for channels in (8, 16, 32, 64, 128, 24):
+        x = torch.empty(4, channels, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        for kernel in ("forward", "back", "weights"):
+            *others, last = dict.fromkeys(choice.backend for choice in choices(kernel, x, channels))
+            assert last is in_triton and found.setdefault(channels, others) == others
+        assert {choice.backend for choice in choices("stem", x, channels)} == {in_triton}
+    return found

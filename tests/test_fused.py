@@ -1,6 +1,7 @@
 """The kernels of the training step: interpreted here, for real where there is a GPU; and which parts of a plan they take."""
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.kernels import Fused, hopper, launch, narrow, proof, suits
-from nestling.kernels.aside import Aside, Joined
-from nestling.kernels.cuts import conv_tiles, weight_splits
-from nestling.kernels.forward import Unit, Values, count_readers, fits, fits_sum, items
-from nestling.kernels.launch import elementwise_rows
+from nestling.kernels import Fused, chip, elementwise, nvrtc, proof, suits
+from nestling.kernels.backends import BACKENDS, choices, sm80, sm90, tables, triton
+from nestling.kernels.backends.triton import Tiles, conv_tiles, weight_splits
+from nestling.kernels.elementwise import elementwise_rows
+from nestling.kernels.fused import Values, fits
+from nestling.kernels.images import pixel_matrix, pixel_stride
+from nestling.kernels.patterns import Unit, count_readers, fits_sum, items
+from nestling.kernels.side_stream import JoinSideStream, SideStream
+from nestling.kernels.weights import weight_gradient
 from nestling.nets import NestedNet, build, ops, plan
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Node, Plan
@@ -114,18 +119,18 @@ def test_tiles_divide_the_pixels(pixels: int, channels: int) -> None:
         assert pixels % tiles.rows == 0 and tiles.columns >= min(channels, 64)
         assert tiles.depth >= (3 * channels if tiles.taps == 3 else min(channels, 64))
     assert pixels % elementwise_rows(pixels, channels) == 0
-    splits = weight_splits(pixels, channels, channels)
+    splits = weight_splits(pixels, channels, channels, processors=132)
     assert splits.outs * splits.ins <= 64 * 128
 
 
 def test_tiles_are_those_measured_to_be_fast() -> None:
-    """By results/tiles-h200.json: what is waited for is fast alone, what runs aside takes little of a shared chip."""
+    """By results/tiles-h200.json: what is waited for is fast alone, what runs beside it takes little of a shared chip."""
     rows = json.loads((ROOT / "results" / "tiles-h200.json").read_text())["rows"]
     assert len(rows) == 27
     for row in rows:
         pixels, channels, back = row["batch"] * row["side"] ** 2, row["channels"], row["kernel"] == "back"
         known = [*(row[used] for used in ("own", "shared", "used") if used in row), *row["best"]]
-        splits = tuple(weight_splits(pixels, channels, channels))
+        splits = tuple(weight_splits(pixels, channels, channels, processors=132))
         if row["kernel"] != "weights":
             timed = {tuple(each["choice"]): each["alone_us"] for each in known}
             assert timed[tuple(conv_tiles(pixels, channels, channels, back))] <= 1.04 * known[0]["alone_us"], row
@@ -134,6 +139,64 @@ def test_tiles_are_those_measured_to_be_fast() -> None:
         else:
             timed = {tuple(each["choice"]): each["us"] for each in known}
             assert timed[splits] <= 1.04 * row["best"][0]["us"], row
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], processors: int) -> None:
+    """As if every device were this chip, with NVRTC."""
+    monkeypatch.setattr(chip, "of", lambda device: chip.Chip(name, capability, processors))
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+
+
+def test_the_table_has_every_shape_that_kernels_in_cuda_c_suit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tables.FIRST, (9, 0), 132)
+    for backend, images, cin, cout, side in itertools.product(
+        (sm80, sm90), (4, 128), (8, 16, 32, 64, 128), (8, 16, 32, 64, 128), (8, 16, 32)
+    ):
+        x = torch.empty(images, cin, side, side, dtype=torch.bfloat16, device="meta")
+        for kernel in ("forward", "back", "weights"):
+            if backend.suits(kernel, x, cout):
+                (tiles,) = backend.tiles(kernel, x, cout)
+                assert images * side**2 % tiles.pixels(side) == 0, "whole tiles"
+                assert kernel != "weights" or 1 <= tiles.splits <= images * side**2 // tiles.pixels(side)
+    assert {row[0] for row in tables.table(tables.FIRST)} == {"sm80", "sm90"}
+
+
+def test_a_chips_own_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tables.file_of(tables.FIRST)
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    (tmp_path / first.name).write_text(first.read_text())
+    own = {"rows": 4, "warps": 4, "blocks_per_sm": 6}
+    row = {"backend": "sm80", "kernel": "back", "cin": 8, "cout": 8, "side": 32, "tiles": own}
+    of_triton = Tiles(64, 32, 32, 8, 2)
+    rows = [row, {**row, "backend": "triton", "cin": 24, "cout": 24, "tiles": of_triton._asdict()}]
+    pretend(monkeypatch, "NVIDIA Next", (8, 0), 100)
+    tables.file_of("NVIDIA Next").write_text(tables.written("NVIDIA Next", {}, rows))
+    try:
+        tables.table.cache_clear()
+        x = torch.empty(128, 8, 32, 32, dtype=torch.bfloat16, device="meta")
+        assert choices("back", x, 8)[0] == (sm80, sm80.Tiles(**own))
+        assert choices("forward", x, 8)[0] == (sm80, sm80.Tiles(16, 4, 4)), "what it does not have is the first chip's"
+        x = torch.empty(128, 24, 32, 32, dtype=torch.bfloat16, device="meta")
+        assert choices("back", x, 24)[0] == (triton, of_triton)
+        assert choices("forward", x, 24)[0] == (triton, conv_tiles(128 * 32**2, 24, 24)), "by rule"
+    finally:
+        tables.table.cache_clear()
+
+
+def test_programs_are_as_many_as_the_chip_has_processors_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(128, 24, 32, 32, dtype=torch.bfloat16, device="meta")
+    for name, capability, processors in (("NVIDIA A100", (8, 0), 108), ("NVIDIA H200", (9, 0), 132)):
+        pretend(monkeypatch, name, capability, processors)
+        assert choices("weights", x, 24)[0].tiles.programs == processors
+
+
+def test_halving_convolutions_are_taken_where_kernels_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of width-resnet42 the two that have a norm before them go from 32 to 64 and from 64 to 128 channels: Hopper's."""
+    drawn, device = plan(NetworkRecipe(name="width-resnet42")), torch.device("cpu")
+    for capability, fused in (((8, 0), 40), ((9, 0), 42)):
+        pretend(monkeypatch, "a chip", capability, 100)
+        units = [item for item in items(drawn, device) if isinstance(item, Unit)]
+        assert sum(unit.conv is not None for unit in units) == fused
 
 
 class Note(torch.autograd.Function):
@@ -152,15 +215,15 @@ class Note(torch.autograd.Function):
         return grads[0] * weight, grads[0] * x, None, None
 
 
-def test_gradients_made_aside_are_waited_for_once_and_last() -> None:
+def test_gradients_made_on_the_side_stream_are_waited_for_once_and_last() -> None:
     notes: list[str] = []
-    aside: Any = SimpleNamespace(join=lambda: notes.append("join"), forget=lambda: None)
+    side: Any = SimpleNamespace(join=lambda: notes.append("join"), discard=lambda: None)
     weights = [torch.tensor(value, requires_grad=True) for value in (2.0, 3.0, 5.0, 7.0)]
     stem, frozen = torch.tensor(1.0, requires_grad=True), torch.tensor(11.0)
     seen: list[str] = []
     weights[0].register_hook(lambda _: seen.append(notes[-1]))
     for _ in range(2):  # the second is added to the first
-        *joined, still = Joined.apply(aside, *weights, frozen)
+        *joined, still = JoinSideStream.apply(side, *weights, frozen)
         assert all(each.requires_grad for each in joined) and not still.requires_grad
         x = Note.apply(torch.tensor(1.0), stem, "stem", notes)
         for name, weight in zip("abc", joined, strict=False):
@@ -192,68 +255,68 @@ class Lane:
         yield
 
 
-def test_what_runs_aside_follows_the_pass_at_most_two_groups_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_side_stream_follows_the_pass_at_most_two_groups_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    main, side = Lane("main", notes), Lane("side", notes)
+    main, lane = Lane("main", notes), Lane("side", notes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", side.entered)
-    aside = Aside(torch.device("cpu"))
-    aside.stream = side  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "stream", lane.entered)
+    side = SideStream(torch.device("cpu"))
+    side.stream = lane  # type: ignore[assignment]
     for layer in range(32):
-        aside.together(lambda items: notes.append(f"done {items[0]} to {items[-1]}"), layer)
+        side.submit(lambda items: notes.append(f"done {items[0]} to {items[-1]}"), layer)
     groups = [["side after main", "in side", f"done {i} to {i + 7}"] for i in (0, 8, 16, 24)]
     assert notes == [*groups[0], *groups[1], *groups[2], "main after 1", *groups[3], "main after 2"]
-    assert [items[0] for _, items in aside.held] == [16, 24], "held until they have been read"
+    assert [items[0] for _, items in side.running] == [16, 24], "held until they have been read"
     notes.clear()
-    aside.together(lambda items: notes.append(f"done {items}"), 32)
-    aside.join()
-    aside.join()
-    assert notes == ["side after main", "in side", "done [32]", "main after 3", "main after side"] and not aside.held
+    side.submit(lambda items: notes.append(f"done {items}"), 32)
+    side.join()
+    side.join()
+    assert notes == ["side after main", "in side", "done [32]", "main after 3", "main after side"] and not side.running
 
 
 def test_what_a_broken_pass_left_is_not_done_by_the_next() -> None:
-    aside, done = Aside(torch.device("cpu")), list[Any]()
-    aside.together(done.append, 1)
+    side, done = SideStream(torch.device("cpu")), list[Any]()
+    side.submit(done.append, 1)
     weight = torch.ones(1, requires_grad=True)
-    (joined,) = Joined.apply(aside, weight)
-    aside.together(done.append, 2)
+    (joined,) = JoinSideStream.apply(side, weight)
+    side.submit(done.append, 2)
     joined.sum().backward()
     assert done == [[2]]
 
 
 def test_anomaly_detection_sees_finished_gradients() -> None:
-    aside, done = Aside(torch.device("cpu")), list[Any]()
+    side, done = SideStream(torch.device("cpu")), list[Any]()
     with torch.autograd.set_detect_anomaly(True):
-        aside.together(done.append, 1)
+        side.submit(done.append, 1)
     assert done == [[1]]
 
 
 def test_items_of_one_kind_are_done_together_and_at_the_latest_when_joined() -> None:
     done: list[list[int]] = []
-    aside = Aside(torch.device("cpu"))
+    side = SideStream(torch.device("cpu"))
     for item in range(11):
-        aside.together(done.append, item, "wide" if item < 9 else "narrow")
+        side.submit(done.append, item, "wide" if item < 9 else "narrow")
     assert done == [list(range(8)), [8]]
-    aside.join()
-    aside.join()
+    side.join()
+    side.join()
     assert done == [list(range(8)), [8], [9, 10]]
 
 
-def test_channels_are_picked_by_eight_bytes_where_they_come_so() -> None:
+def test_channels_are_selected_by_eight_bytes_where_they_come_so() -> None:
     zeros, half = [-1] * 4, torch.bfloat16
-    assert launch.runs([4, 5, 6, 7, *zeros, 0, 1, 2, 3], half) == [1, -1, 0]
-    assert launch.runs([2, 3, -1, -1], torch.float32) == [1, -1]
+    assert elementwise.runs([4, 5, 6, 7, *zeros, 0, 1, 2, 3], half) == [1, -1, 0]
+    assert elementwise.runs([2, 3, -1, -1], torch.float32) == [1, -1]
     for table in ([3, 4, 5, 6, 7, 8, 9, 10], [0, 1, 2, 4], [-1, 0, 1, 2], [0, 1, -1, -1]):
-        assert launch.runs(table, half) == table, "not whole runs"
+        assert elementwise.runs(table, half) == table, "not whole runs"
 
 
-def test_the_pitch_of_an_image_of_one_pixel_is_that_of_its_images() -> None:
+def test_the_pixel_stride_of_an_image_of_one_pixel_is_that_of_its_images() -> None:
     wide = torch.zeros(4, 16, 1, 1)
-    for image, pitch in ((wide.mean((2, 3), keepdim=True), 16), (wide[:, :8], 16), (wide[:1, :8], 8)):
-        assert launch.pitch(image) == pitch
+    for image, stride in ((wide.mean((2, 3), keepdim=True), 16), (wide[:, :8], 16), (wide[:1, :8], 8)):
+        assert pixel_stride(image) == stride
     laid = torch.zeros(4, 16, 2, 2).contiguous(memory_format=torch.channels_last)
-    assert [launch.pitch(each) for each in (laid, laid[:, :8], laid[:, :8, :, :1])] == [16, 16, 32]
-    assert launch.pixels_of(wide.mean((2, 3), keepdim=True).bfloat16()).view(torch.int64).shape == (4, 4)
+    assert [pixel_stride(each) for each in (laid, laid[:, :8], laid[:, :8, :, :1])] == [16, 16, 32]
+    assert pixel_matrix(wide.mean((2, 3), keepdim=True).bfloat16()).view(torch.int64).shape == (4, 4)
 
 
 def parted() -> Plan:
@@ -353,7 +416,7 @@ def test_gradients_are_as_near_to_float32_as_torchs_own_in_bfloat16(name: str, s
 def test_the_same_input_gives_the_same_bits() -> None:
     net = build(NetworkRecipe(name="width-resnet42")).cuda().to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     fused, twin, serial = (Fused(copy.deepcopy(net)) for _ in range(3))
-    serial.aside.stream = None  # weight gradients in the pass's own order
+    serial.side.stream = None  # weight gradients in the pass's own order
     x, y = torch.randn(128, 3, 32, 32, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
     torch.backends.cudnn.deterministic = True
     try:
@@ -371,38 +434,40 @@ SHAPES = [(c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (3
 def test_the_fastest_choice_of_tiles_is_right_or_another_is_taken(channels: int, side: int) -> None:
     like = torch.empty(128, channels, side, side, device="cuda", dtype=torch.bfloat16)
     like = like.contiguous(memory_format=torch.channels_last)
-    tiles, back_tiles, splits = (
-        proof.tiles(like, channels, normed=True),
-        proof.back_tiles(like, like),
-        proof.splits(like, channels),
-    )
-    told = "right, but not the fastest: this compiler gets the fastest choice wrong"
-    assert tiles == proof.conv_choices(like, channels, normed=True)[0], told
-    assert back_tiles == proof.back_choices(like, channels)[0], told
-    assert splits == proof.split_choices(like, channels)[0], told
-    in_cuda = narrow.CHANNELS + (hopper.CHANNELS if hopper.runs_on(like.device) else ())
-    assert all(isinstance(each, launch.InCuda) == (channels in in_cuda) for each in (tiles, back_tiles, splits))
+    found = {
+        "forward": proof.for_forward(like, channels, normed=True),
+        "back": proof.for_back(like, like),
+        "weights": proof.for_weights(like, channels),
+    }
+    for way, choice in found.items():
+        assert choice == choices(way, like, channels)[0], (  # type: ignore[arg-type]
+            "right, but not the fastest: this compiler gets the fastest choice wrong"
+        )
+    in_cuda = sm80.CHANNELS + (sm90.CHANNELS if sm90.runs_on(like.device) else ())
+    assert all((choice.backend is not triton) == (channels in in_cuda) for choice in found.values())
+    there, back_again = found["forward"], found["back"]
     for seed in range(3):  # other numbers than the proof's own
         x, dy = (proof.random_image(like, channels, 10 * seed + i) for i in (5, 6))
         w = proof.random_weight(like, channels, channels)
         kernel = w.permute(0, 3, 1, 2)
         z, affine = proof.random_image(like, channels, 7), proof.random_affine(like, channels)
-        h, y, _ = launch.norm_relu_conv(x, affine, w, channels, tiles=tiles)
+        h, y, _ = there.backend.forward(x, affine, w, channels, there.tiles)
         normed = proof.normed_by(affine, x)
         assert proof.close(h, normed)
         assert proof.close(y, torch.nn.functional.conv2d(normed, kernel, padding=1))
         back = torch.nn.functional.conv_transpose2d(dy, kernel, padding=1)
-        g, _ = launch.conv(dy, w, channels, back=(z, affine), tiles=back_tiles)
+        g, _ = back_again.backend.back(dy, w, z, affine, back_again.tiles)
         scale, shift = affine[:2, None, :, None, None]
         assert proof.close(g, torch.where(z.float() * scale + shift > 0, back, 0))
         expected = grad.conv2d_weight(x, kernel.shape, dy, padding=1)
-        assert proof.close(launch.weight_gradient(x, dy, None, splits), expected)
+        assert proof.close(weight_gradient(x, dy, None, found["weights"]), expected)
 
 
 @pytest.mark.cuda
 def test_wrong_tiles_are_noticed_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     like = torch.empty(64, 16, 16, 16, device="cuda", dtype=torch.bfloat16)
-    real = launch.conv
-    monkeypatch.setattr(launch, "conv", lambda *a, **k: tuple(2 * each for each in real(*a, **k)))
+    for backend in BACKENDS:
+        right = backend.forward
+        monkeypatch.setattr(backend, "forward", lambda *a, right=right, **k: tuple(2 * each for each in right(*a, **k)))
     with pytest.raises(proof.Miscompiled, match="wrong results"):
-        proof.tiles(like, 16)
+        proof.for_forward(like, 16, normed=True)

@@ -489,8 +489,8 @@ def test_a_captured_step_gives_the_same_bits_with_and_without_a_stream_aside(str
             step = Step(net, make_optimizer(net, recipe, torch.device("cuda")), recipe, compiled=True)
             passes = step.tasks.nets if step.tasks is not None else [step.forward]
             for each in passes:
-                assert isinstance(each, Fused) and each.aside.stream is not None
-                each.aside.stream = each.aside.stream if aside else None
+                assert isinstance(each, Fused) and each.side.stream is not None
+                each.side.stream = each.side.stream if aside else None
             graph = engine.start("graph", step, split, 64)  # which has no other way to go on
             for _ in graph.epoch(torch.Generator().manual_seed(2), [0.01] * graph.steps):
                 pass

@@ -1,4 +1,4 @@
-"""Tiles that are right, not only fast: before a shape is first used on a GPU, its kernels are compared with torch's own.
+"""Kernels that are right, not only fast: before a shape is first used on a GPU, they are compared with torch's own.
 
 A compiler may turn one choice of tiles into wrong code (Triton 3.6 did, for 256 x 16 x 16 in three stages). The first choice
 whose results agree is kept for the process; if none does, that is an error, and the caller may do without our kernels.
@@ -11,76 +11,45 @@ import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.kernels import cuts, hopper, launch, narrow
-from nestling.kernels.cuts import Splits, Tiles
-from nestling.kernels.launch import InCuda
+from nestling.kernels.backends import BACKENDS, Choice, choices
+from nestling.kernels.images import pixel_stride
+from nestling.kernels.weights import weight_gradient
 
 CLOSE = 0.02  # of the largest value: far above the rounding of bf16, far below a wrong tap
-STAGES = (2, 4, 1)  # tried in turn after the fastest
 
-known: dict[tuple[Any, ...], Any] = {}
+known: dict[tuple[Any, ...], Choice] = {}
 
 
 class Miscompiled(RuntimeError):
     """No choice of tiles gives right results here."""
 
 
-def tiles(x: Tensor, cout: int, *, normed: bool = False, adds: bool = False, moments: bool = True) -> Tiles | InCuda:
-    """For a convolution of images like x, or of relu(norm(x)), to `cout` channels, with or without a shortcut and moments."""
+def for_forward(x: Tensor, cout: int, *, normed: bool, adds: bool = False, moments: bool = True) -> Choice:
+    """For a convolution of relu(norm(x)), or of x itself, to `cout` channels, with or without a shortcut and moments."""
     kind = ("conv", cout, normed, adds, moments)
-    choices = conv_choices(x, cout, normed)
-    return first_right(kind, x, choices, lambda choice: conv_agrees(x, cout, choice, normed, adds, moments))
+    found = choices("forward" if normed else "stem", x, cout)
+    return first_right(kind, x, found, lambda choice: forward_agrees(x, cout, choice, normed, adds, moments))
 
 
-def back_tiles(x: Tensor, z: Tensor) -> Tiles | InCuda:
-    """For the way back of a gradient like x, through a convolution and the relu of images like z."""
-    kind = ("conv back", z.shape[1], launch.pitch(z))
-    return first_right(kind, x, back_choices(x, z.shape[1]), lambda choice: back_agrees(x, z, choice))
+def for_back(dy: Tensor, z: Tensor) -> Choice:
+    """For the way back of a gradient like dy, through a convolution and the relu of images like z."""
+    kind = ("conv back", z.shape[1], pixel_stride(z))
+    return first_right(kind, dy, choices("back", dy, z.shape[1]), lambda choice: back_agrees(dy, z, choice))
 
 
-def splits(x: Tensor, cout: int) -> Splits | InCuda:
+def for_weights(x: Tensor, cout: int) -> Choice:
     """For the gradient of the weight between images like x and `cout` channels."""
-    kind = ("weight", cout, launch.pitch(x))
-    return first_right(kind, x, split_choices(x, cout), lambda choice: weight_agrees(x, cout, choice))
+    kind = ("weight", cout, pixel_stride(x))
+    return first_right(kind, x, choices("weights", x, cout), lambda choice: weight_agrees(x, cout, choice))
 
 
-def conv_choices(x: Tensor, cout: int, normed: bool) -> list[Any]:
-    """The fastest first, then others that may be right where that is not."""
-    _, cin, side, _ = x.shape
-    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout))
-    if normed and narrow.suits(x, cout):
-        found = [narrow.conv_blocks(side, cout), *found]
-    return [hopper.conv_patches(side, cin, cout), *found] if normed and hopper.suits(x, cout) else found
-
-
-def back_choices(x: Tensor, cout: int) -> list[Any]:
-    _, cin, side, _ = x.shape
-    found = in_stages(cuts.conv_tiles(launch.rows_of(x), cin, cout, back=True))
-    if narrow.suits(x, cout):
-        found = [narrow.conv_blocks(side, cout), *found]
-    return [hopper.conv_patches(side, cin, cout, back=True), *found] if hopper.suits(x, cout) else found
-
-
-def split_choices(x: Tensor, cout: int) -> list[Any]:
-    images, cin, side, _ = x.shape
-    found = in_stages(cuts.weight_splits(launch.rows_of(x), cin, cout))
-    if narrow.suits(x, cout):
-        found = [narrow.weight_blocks(images, side, cout), *found]
-    return [hopper.weight_patches(images, side, cin, cout), *found] if hopper.suits(x, cout) else found
-
-
-def in_stages(best: Any) -> list[Any]:
-    """A choice of tiles, and the same in other numbers of stages."""
-    return [best, *(best._replace(stages=stages) for stages in STAGES if stages != best.stages)]
-
-
-def first_right(kind: tuple[Any, ...], x: Tensor, choices: list[Any], agrees: Callable[[Any], bool]) -> Any:
+def first_right(kind: tuple[Any, ...], x: Tensor, found: list[Choice], agrees: Callable[[Choice], bool]) -> Choice:
     if x.device.type != "cuda":  # interpreted, for tests: there is no compiler to distrust
-        return choices[0]
+        return found[0]
     key = (*kind, x.shape, x.dtype, x.device)
     if key not in known:
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            right = next((choice for choice in choices if runs_and(agrees, choice)), None)
+            right = next((choice for choice in found if runs_and(agrees, choice)), None)
         if right is None:
             raise Miscompiled(
                 f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
@@ -90,15 +59,15 @@ def first_right(kind: tuple[Any, ...], x: Tensor, choices: list[Any], agrees: Ca
     return known[key]
 
 
-def runs_and(agrees: Callable[[Any], bool], choice: Any) -> bool:
-    """A choice that wants more shared memory than this chip has is as good as a wrong one; so is a kernel in CUDA C that cannot
-    be compiled or loaded here, since Triton's stand behind it."""
+def runs_and(agrees: Callable[[Choice], bool], choice: Choice) -> bool:
+    """A choice that wants more shared memory than this chip has is as good as a wrong one; so is a kernel that cannot be compiled
+    or loaded here, where another backend stands behind it."""
     try:
         return agrees(choice)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if not isinstance(choice, InCuda) and "resource" not in str(error).lower():
+        if choice.backend is BACKENDS[-1] and "resource" not in str(error).lower():
             raise
         return False
 
@@ -111,7 +80,7 @@ def random_image(like: Tensor, channels: int, seed: int) -> Tensor:
 
 def random_like(like: Tensor, seed: int) -> Tensor:
     """An image that lies in memory as another: perhaps the first channels of a wider one."""
-    return random_image(like, launch.pitch(like), seed)[:, : like.shape[1]]
+    return random_image(like, pixel_stride(like), seed)[:, : like.shape[1]]
 
 
 def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
@@ -119,17 +88,14 @@ def random_weight(like: Tensor, cout: int, cin: int) -> Tensor:
     return torch.randn((cout, 3, 3, cin), device=like.device, generator=generator).to(like.dtype)
 
 
-def conv_agrees(like: Tensor, cout: int, choice: Tiles | InCuda, normed: bool, adds: bool, moments: bool) -> bool:
+def forward_agrees(like: Tensor, cout: int, choice: Choice, normed: bool, adds: bool, moments: bool) -> bool:
     x, w = random_image(like, like.shape[1], 0), random_weight(like, cout, like.shape[1])
-    extra = 8 + 8 * random_image(like, cout, 2) if adds else None
-    h = normed_by(random_affine(x, x.shape[1]), x) if normed else x
+    shortcut = 8 + 8 * random_image(like, cout, 2) if adds else None
+    affine = random_affine(x, x.shape[1]) if normed else None
+    h = x if affine is None else normed_by(affine, x)
     expected = torch.nn.functional.conv2d(h, w.permute(0, 3, 1, 2), padding=1).float()
-    expected = expected if extra is None else expected + extra
-    if normed:
-        affine = random_affine(x, x.shape[1])
-        kept, y, found = launch.norm_relu_conv(x, affine, w, cout, shortcut=extra, moments=moments, tiles=choice)
-    else:
-        kept, (y, found) = h, launch.conv(x, w, cout, extra=extra, moments=moments, tiles=choice)
+    expected = expected if shortcut is None else expected + shortcut
+    kept, y, found = choice.backend.forward(x, affine, w, cout, choice.tiles, shortcut=shortcut, moments=moments)
     right = close(y, expected) and close(kept, h)
     return right and (not moments or moments_agree(found, expected))
 
@@ -151,11 +117,11 @@ def moments_agree(found: Tensor, image: Tensor) -> bool:
     return close(found[0], blocks.mean(2)) and close(found[1], blocks.var(2, correction=0) * blocks.shape[2])
 
 
-def back_agrees(like: Tensor, before: Tensor, choice: Tiles | InCuda) -> bool:
+def back_agrees(like: Tensor, before: Tensor, choice: Choice) -> bool:
     cout = before.shape[1]
     x, w = random_image(like, like.shape[1], 0), random_weight(like, like.shape[1], cout)
-    z, affine = random_like(before, 1), random_affine(like, launch.pitch(before))[:, :cout]
-    g, sums = launch.conv(x, w, cout, back=(z, affine), tiles=choice)
+    z, affine = random_like(before, 1), random_affine(like, pixel_stride(before))[:, :cout]
+    g, sums = choice.backend.back(x, w, z, affine, choice.tiles)
     whole = torch.nn.functional.conv_transpose2d(x, w.permute(0, 3, 1, 2), padding=1).float()
     scale, shift, mean, rstd = affine[:, None, :, None, None]
     expected = torch.where(z.float() * scale + shift > 0, whole, 0)
@@ -164,10 +130,10 @@ def back_agrees(like: Tensor, before: Tensor, choice: Tiles | InCuda) -> bool:
     return close(g, expected) and close(sums.sum(2), whole_sums, gathered.abs().sum((1, 3, 4)))
 
 
-def weight_agrees(like: Tensor, cout: int, choice: Splits | InCuda) -> bool:
+def weight_agrees(like: Tensor, cout: int, choice: Choice) -> bool:
     x, dy = random_like(like, 0), random_image(like, cout, 1)
     shape = (cout, like.shape[1], 3, 3)
-    found = launch.weight_gradient(x, dy, None, choice)
+    found = weight_gradient(x, dy, None, choice)
     return close(found, grad.conv2d_weight(x, shape, dy, padding=1))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from nestling.errors import NestlingError
-from nestling.kernels.cuda import kernel_folder
+from nestling.kernels.nvrtc import kernel_folder
 from nestling.recipes.recipe import Recipe
 from nestling.runs.device import first_line
 

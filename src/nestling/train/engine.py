@@ -16,7 +16,7 @@ from nestling.data import MemorySplit, Split
 from nestling.data.augment import augment, draws
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
-from nestling.kernels import PREFERRED
+from nestling.kernels import HIGH_PRIORITY
 from nestling.recipes.recipe import Recipe
 from nestling.train.progress import Startup
 from nestling.train.step import Step
@@ -65,7 +65,7 @@ class Graph:
         self.rates = torch.zeros(self.steps, device=device)
         self.losses = torch.zeros(self.steps, stages, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self.stream = torch.cuda.Stream(device, priority=PREFERRED)
+        self.stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self.startup = startup or Startup()
         self.form = step.form
         self.graph: torch.cuda.CUDAGraph | None = self._capture()

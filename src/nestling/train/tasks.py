@@ -15,7 +15,7 @@ from torch import Tensor
 from nestling.gradients.combiners import Report, Weighted
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
-from nestling.kernels import PREFERRED, Fused, Kept, suits
+from nestling.kernels import HIGH_PRIORITY, Fused, Kept, suits
 from nestling.nets import NestedNet
 from nestling.nets.within import can_live_within, leads, memory_order, positions, within
 from nestling.recipes.recipe import TrainRecipe
@@ -55,7 +55,7 @@ class Tasks:
         layout = from_owners(list(whole.items()), net.owners(), len(stages))
         self.rows = FlatRows(list(whole.values()), layout, [positions(net, stage) for stage in stages])
         on_cuda = self.rows.device.type == "cuda"
-        self.streams = [torch.cuda.Stream(priority=PREFERRED) for _ in stages] if on_cuda else []
+        self.streams = [torch.cuda.Stream(priority=HIGH_PRIORITY) for _ in stages] if on_cuda else []
 
     def __call__(self, x: Tensor, y: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Report]:
         """`teacher`: soft targets from outside; see losses.py for who learns from them."""

@@ -1,8 +1,8 @@
-"""Weight gradients beside the backward pass: no kernel of it waits for them, so they fill what it leaves of the chip.
+"""Weight gradients on a stream beside the backward pass: no kernel of it waits for them, so they fill what it leaves of the chip.
 
-In: work, and items for it. Several items of one kind are done at once: a layer alone would not fill the chip, or would have to
-be cut into so many parts that adding them up costs as much as making them. Results are good on the pass's own stream from
-`Joined` on. Bits do not depend on it.
+In: work, and items for it. Several items of one kind are done at once: one layer would not fill the chip, or would have to be
+split into so many parts that adding them up costs as much as making them. Results may be used on the pass's own stream after
+`JoinSideStream`. They are bit for bit what they would be on that stream.
 """
 
 from collections import deque
@@ -12,28 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PREFERRED = -1  # priority of the streams that a step waits for: what runs aside takes only what they leave
-TOGETHER = 8  # items done at once: as many as a launch is given (numbers.cuh)
-AHEAD = 2  # of such groups by which the pass may be ahead: what they read cannot be freed before
+from nestling.kernels.nvrtc import MAX_LAYERS
+
+HIGH_PRIORITY = -1  # of the streams that a step waits for: the side stream takes only what they leave
+MAX_GROUPS = 2  # of items by which the side stream may be behind: what they read cannot be freed before
 
 
-class Aside:
+class SideStream:
     """A stream beside the one a backward pass runs on; on a CPU everything is done there, but at the same times."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.held: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
+        self.running: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
         self.waiting: list[Any] = []
         self.work: Callable[[list[Any]], None] | None = None
         self.kind: tuple[Any, ...] = ()
 
-    def together(self, work: Callable[[list[Any]], None], item: Any, *kind: Any) -> None:
+    def submit(self, work: Callable[[list[Any]], None], item: Any, *kind: Any) -> None:
         """Work on what there is now; it may wait until there are more items of its kind, or for `join`."""
         if self.kind != kind:
             self.flush()
         self.work, self.kind = work, kind
         self.waiting.append(item)
-        if len(self.waiting) == TOGETHER:
+        if len(self.waiting) == MAX_LAYERS:
             self.flush()
         if torch.is_anomaly_enabled():  # then autograd looks at every result at once
             self.join()
@@ -49,36 +50,36 @@ class Aside:
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
             self.work(items)
-        self.held.append((self.stream.record_event(), items))
-        if len(self.held) > AHEAD:
-            main.wait_event(self.held[0][0])
-            self.held.popleft()
+        self.running.append((self.stream.record_event(), items))
+        if len(self.running) > MAX_GROUPS:
+            main.wait_event(self.running[0][0])
+            self.running.popleft()
 
     def join(self) -> None:
         """From here on the current stream may use everything, and what was read may go."""
         self.flush()
-        if self.held and self.stream is not None:
+        if self.running and self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-            self.held.clear()
+            self.running.clear()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What a pass left that did not come to its end must not be done by the next, which may be captured."""
-        if self.held and self.stream is not None and not torch.cuda.is_current_stream_capturing():
+        if self.running and self.stream is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
         self.waiting = []
-        self.held.clear()
+        self.running.clear()
 
 
-class Joined(torch.autograd.Function):
-    """(weights) -> the same. Their gradients pass here on their way out, after those who ran aside are waited for.
+class JoinSideStream(torch.autograd.Function):
+    """(weights) -> the same. Their gradients pass here on their way out, after the side stream is waited for.
 
-    Called before all else in a forward pass, it is the last that autograd comes to on the way back; a pass that ran anything
-    aside must ask for the gradient of at least one weight, or it does not come here."""
+    Called before all else in a forward pass, it is the last that autograd comes to on the way back; a pass that used the side
+    stream must ask for the gradient of at least one weight, or it does not come here."""
 
     @staticmethod
-    def forward(ctx: Any, aside: Aside, *weights: Tensor) -> tuple[Tensor, ...]:
-        aside.forget()
-        ctx.aside = aside
+    def forward(ctx: Any, side: SideStream, *weights: Tensor) -> tuple[Tensor, ...]:
+        side.discard()
+        ctx.side = side
         ctx.set_materialize_grads(False)
         found = tuple(weight.view_as(weight) for weight in weights)
         needed = ctx.needs_input_grad[1:]
@@ -87,5 +88,5 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.aside.join()
+        ctx.side.join()
         return None, *grads

@@ -1,7 +1,7 @@
 """Kernels in CUDA C: compiled for one shape at a time by NVRTC, which comes with torch, and launched by the driver.
 
-Machine code is kept in nestling's cache, so a second start compiles nothing. Where NVRTC is missing or the chip is too old,
-`available` says so, and the Triton kernels do it all. Nothing here knows what a kernel computes.
+In: a source file of backends/ and its macros. Out: a kernel that can be called. Machine code is kept in nestling's cache, so a
+second start compiles nothing. Nothing here knows what a kernel computes.
 """
 
 import ctypes
@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).parent
-MOST = 8  # tensors of one kind that a kernel is given at once, as in numbers.cuh
+from nestling.kernels import chip
+
+SOURCES = Path(__file__).parent / "backends"
+HEADERS = ("ptx.cuh", "common.cuh")
+MAX_LAYERS = 8  # tensors of one kind that a kernel is given at once, as in common.cuh
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
 Argument = Tensor | int | list[Tensor] | None
-DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+Macros = tuple[tuple[str, int], ...]
 
 
 def kernel_folder() -> Path | None:
@@ -34,7 +38,7 @@ def kernel_folder() -> Path | None:
 
 @cache
 def source(file: str) -> str:
-    return "".join((HERE / name).read_text() for name in ("chip.cuh", "numbers.cuh", file))
+    return "".join((SOURCES / name).read_text() for name in (*HEADERS, file))
 
 
 @cache
@@ -50,23 +54,15 @@ def nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-@cache
-def available(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and nvrtc() is not None
+def available() -> bool:
+    return torch.version.cuda is not None and nvrtc() is not None
 
 
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def compiled(file: str, architecture: str, **sizes: int) -> bytes:
-    """The machine code of a file for a chip such as sm_80 and a shape."""
+def compiled(file: str, architecture: str, macros: Macros) -> bytes:
+    """The machine code of a file for an architecture such as sm_80."""
     library, program, length = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     assert library is not None
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in sizes.items())]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros)]
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     library.nvrtcCreateProgram(ctypes.byref(program), source(file).encode(), file.encode(), 0, None, None)
     failed = library.nvrtcCompileProgram(program, len(options), words)
@@ -76,17 +72,19 @@ def compiled(file: str, architecture: str, **sizes: int) -> bytes:
     getattr(library, f"nvrtcGet{kind}")(program, found)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise RuntimeError(f"NVRTC does not compile {file} for {architecture} and {sizes}: {found.value.decode()}")
+        raise RuntimeError(
+            f"NVRTC does not compile {file} for {architecture} and {dict(macros)}: {found.value.decode()}"
+        )
     return found.raw
 
 
-def place_of(file: str, architecture: str, **sizes: int) -> Path | None:
+def cached_at(file: str, architecture: str, macros: Macros) -> Path | None:
     """Where the machine code is kept for all processes of this user."""
     library, folder, major, minor = nvrtc(), kernel_folder(), ctypes.c_int(), ctypes.c_int()
     if library is None or folder is None:
         return None
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    told = f"{architecture} {major.value}.{minor.value} {sorted(sizes.items())} {source(file)}"
+    told = f"{architecture} {major.value}.{minor.value} {sorted(macros)} {source(file)}"
     return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
 
 
@@ -109,15 +107,15 @@ class Kernel:
         self.threads, self.shared = threads, shared
         self.check(self.driver.cuModuleLoadData(ctypes.byref(self.module), code))
         self.check(self.driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()))
-        self.check(self.driver.cuFuncSetAttribute(self.function, DYNAMIC_SHARED, shared))
+        self.check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
 
     def __call__(self, blocks: int, *args: Argument, layers: int = 1) -> None:
         given = as_c(args)
-        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
+        pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.check(
             self.driver.cuLaunchKernel(
-                self.function, blocks, layers, 1, self.threads, 1, 1, self.shared, stream, places, None
+                self.function, blocks, layers, 1, self.threads, 1, 1, self.shared, stream, pointers, None
             )
         )
 
@@ -129,9 +127,9 @@ class Kernel:
 
 
 def as_c(args: tuple[Argument, ...]) -> list[Any]:
-    """Tensors are where they begin, and None is nowhere; several of them are a struct of MOST."""
+    """Tensors and None as pointers; several tensors as a struct of MAX_LAYERS pointers."""
     return [
-        (ctypes.c_void_p * MOST)(*(tensor.data_ptr() for tensor in each))
+        (ctypes.c_void_p * MAX_LAYERS)(*(tensor.data_ptr() for tensor in each))
         if isinstance(each, list)
         else ctypes.c_int(each)
         if isinstance(each, int)
@@ -141,17 +139,15 @@ def as_c(args: tuple[Argument, ...]) -> list[Any]:
 
 
 @cache
-def kernel(
-    device: torch.device, file: str, name: str, threads: int, shared: int, sizes: tuple[tuple[str, int], ...]
-) -> Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = f"sm_{major}{minor}{'a' if is_hopper(device) else ''}"  # a: with what only this chip has
-    path = place_of(file, architecture, **dict(sizes))
+def kernel(device: torch.device, file: str, name: str, threads: int, shared: int, macros: Macros) -> Kernel:
+    """The kernel `name` of a file, compiled with these macros for this device; `shared` bytes of shared memory a block."""
+    architecture = chip.of(device).architecture
+    path = cached_at(file, architecture, macros)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the driver needs torch's context, which the first stream makes
         if path is not None and path.is_file():
             with suppress(RuntimeError, OSError):  # damaged: made anew
                 return Kernel(path.read_bytes(), name, threads, shared)
-        code = compiled(file, architecture, **dict(sizes))
+        code = compiled(file, architecture, macros)
         keep(code, path)
         return Kernel(code, name, threads, shared)

@@ -1,9 +1,9 @@
-"""How gradients flow back through what the kernels have computed: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm +
-relu, the stem, halving, channels picked, small linear layers.
+"""Autograd functions of what the kernels compute: batch norm + relu + 3x3 convolution (+ shortcut), sums, norm + relu, the stem,
+pools, selected channels, small linear layers.
 
-Each is the function autograd would find for torch's own operations, whose result is known already: `forward` only says so, and
-keeps what `backward` will read. The result comes in a tuple, since it is no input. `passed` is the input handed on: whoever else
-reads it should read that instead, so that its gradient is added inside a kernel.
+Their results are computed before: `forward` only hands them to autograd, in a tuple, since they are no inputs, and saves what
+`backward` reads. `passed` is the input handed on: whoever else reads it should read that instead, so that its gradient is added
+inside a kernel.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.kernels import launch, proof
-from nestling.kernels.aside import Aside
+from nestling.kernels import elementwise, proof
+from nestling.kernels.images import pixel_stride
+from nestling.kernels.side_stream import SideStream
+from nestling.kernels.weights import empty_gradient, weight_gradients
 
 
 class Done(NamedTuple):
@@ -29,21 +31,21 @@ class Done(NamedTuple):
 class Weight(NamedTuple):
     """A convolution's weight as the kernels read it, and where its gradient is made."""
 
-    shadow: Tensor
+    packed: Tensor
     mask: Tensor | None
-    aside: Aside
+    side: SideStream
 
 
-def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+def channels_last(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient as the kernels read it; most of them come that way."""
     return gradient.to(like.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, aside: Aside) -> Tensor:
-    """Made beside the pass; not there before those aside are joined."""
-    total, splits = launch.room_for_weight(x, dy), proof.splits(x, dy.shape[1])
-    shape = (x.shape, launch.pitch(x), dy.shape[1], mask is None)
-    aside.together(partial(launch.weight_gradients, s=splits), (x, dy, total, mask), *shape)
+def weight_gradient(x: Tensor, dy: Tensor, mask: Tensor | None, side: SideStream) -> Tensor:
+    """Made on the side stream; not there before that is joined."""
+    total, choice = empty_gradient(x, dy), proof.for_weights(x, dy.shape[1])
+    shape = (x.shape, pixel_stride(x), dy.shape[1], mask is None)
+    side.submit(partial(weight_gradients, choice=choice), (x, dy, total, mask), *shape)
     return total
 
 
@@ -59,25 +61,28 @@ class NormReluConv(torch.autograd.Function):
         weight: Tensor,
         shortcut: Tensor | None,
         done: Done,
-        laid: Weight,
+        read: Weight,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(done.z, done.affine, done.h, laid.shadow, laid.mask)
-        ctx.shortcut, ctx.aside = shortcut is not None, laid.aside
+        ctx.save_for_backward(done.z, done.affine, done.h, read.packed, read.mask)
+        ctx.shortcut, ctx.side = shortcut is not None, read.side
         ctx.set_materialize_grads(False)
         return done.y, z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, passed = grads
-        z, affine, h, shadow, mask = ctx.saved_tensors
+        z, affine, h, packed, mask = ctx.saved_tensors
         if dy is None:  # only those who read `passed` have anything to say
             return passed, *[None] * 6
-        dy = laid_out(dy, z)
+        dy = channels_last(dy, z)
         dw = None
         if ctx.needs_input_grad[3]:
-            dw = weight_gradient(h, dy, mask, ctx.aside)
-        g, sums = launch.conv(dy, shadow, z.shape[1], back=(z, affine), tiles=proof.back_tiles(dy, z))
-        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+            dw = weight_gradient(h, dy, mask, ctx.side)
+        backend, tiles = proof.for_back(dy, z)
+        g, sums = backend.back(dy, packed, z, affine, tiles)
+        dz, dgamma, dbeta = elementwise.norm_back(
+            g, sums, z, affine, None if passed is None else channels_last(passed, z)
+        )
         return dz, dgamma, dbeta, dw, dy if ctx.shortcut else None, None, None
 
 
@@ -85,9 +90,9 @@ class Conv(torch.autograd.Function):
     """(pictures) -> their convolution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, made: tuple[Tensor], laid: Weight) -> Tensor:
-        ctx.save_for_backward(x, laid.mask)
-        ctx.aside = laid.aside
+    def forward(ctx: Any, x: Tensor, weight: Tensor, made: tuple[Tensor], read: Weight) -> Tensor:
+        ctx.save_for_backward(x, read.mask)
+        ctx.side = read.side
         return made[0]
 
     @staticmethod
@@ -95,7 +100,7 @@ class Conv(torch.autograd.Function):
         x, mask = ctx.saved_tensors
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = weight_gradient(x, laid_out(grads[0], x), mask, ctx.aside)
+            dw = weight_gradient(x, channels_last(grads[0], x), mask, ctx.side)
         return None, dw, None, None
 
 
@@ -114,8 +119,10 @@ class NormRelu(torch.autograd.Function):
         z, affine = ctx.saved_tensors
         if dh is None:
             return passed, None, None, None
-        g, sums = launch.relu_back(laid_out(dh, z), z, affine)
-        dz, dgamma, dbeta = launch.norm_back(g, sums, z, affine, None if passed is None else laid_out(passed, z))
+        g, sums = elementwise.relu_back(channels_last(dh, z), z, affine)
+        dz, dgamma, dbeta = elementwise.norm_back(
+            g, sums, z, affine, None if passed is None else channels_last(passed, z)
+        )
         return dz, dgamma, dbeta, None
 
 
@@ -142,8 +149,8 @@ class Fan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = tuple(laid_out(g, g) for g in grads if g is not None)
-        return None, launch.add_all(found, False)[0]
+        found = tuple(channels_last(g, g) for g in grads if g is not None)
+        return None, elementwise.add_all(found, False)[0]
 
 
 class Back(torch.autograd.Function):
@@ -157,7 +164,7 @@ class Back(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(laid_out(grads[0], grads[0])), None, None
+        return ctx.back(channels_last(grads[0], grads[0])), None, None
 
 
 class Linear(torch.autograd.Function):
@@ -166,13 +173,13 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return launch.linear(x, weight, bias)
+        return elementwise.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = grads[0].contiguous()
         wanted = ctx.needs_input_grad
-        dx = launch.linear_back(dy, weight) if wanted[0] else None
-        dw, dbias = launch.linear_weights(dy, x) if wanted[1] or wanted[2] else (None, None)
+        dx = elementwise.linear_back(dy, weight) if wanted[0] else None
+        dw, dbias = elementwise.linear_weights(dy, x) if wanted[1] or wanted[2] else (None, None)
         return dx, dw if wanted[1] else None, dbias if wanted[2] else None

@@ -1,59 +1,60 @@
-// 3x3 convolutions of channels-last bf16 images of few channels, and the gradients of their weights. See narrow.py.
+// 3x3 convolutions of channels-last bf16 images of few channels, and the gradients of their weights, by mma.sync. See sm80.py.
 //
-// Compiled for one shape at a time: CIN, COUT, SIDE of an image (and Z or X, channels of the one whose first are read), ROWS that a block makes, WARPS of it, RESIDENT blocks of a
-// processor. A block reads its rows of pixels and one row above and below once, into shared memory, where all nine taps find
-// them. There a pixel is a run of chunks of eight channels (16 bytes), in an order that depends on the pixel, so that eight
-// neighbours are never in the same banks. All sums are made in a fixed order: same input, same bits.
+// Compiled for one shape at a time: CIN, COUT, SIDE of an image, Z_STRIDE or X_STRIDE from pixel to pixel of an image that may be the first
+// channels of a wider one, ROWS that a block makes, its WARPS, BLOCKS_PER_SM. A block reads its rows of pixels and one row above and below
+// once, into shared memory, where all nine taps find them. There a pixel is a run of chunks of eight channels (16 bytes), swizzled: in an
+// order that depends on the pixel, so that eight neighbours are never in the same banks. All sums are made in a fixed order: same input,
+// same bits.
 
-constexpr int PITCH = SIDE + 2, TALL = ROWS + 2;  // of a tile in shared memory: pixels of a row and rows, with a border
-constexpr int SPOTS = TALL * PITCH;
-constexpr int PIXELS = ROWS * SIDE;               // that a block makes
+constexpr int TILE_WIDTH = SIDE + 2, TILE_HEIGHT = ROWS + 2;  // of a tile in shared memory: pixels of a row and rows, with a border
+constexpr int TILE_PIXELS = TILE_HEIGHT * TILE_WIDTH;
+constexpr int PIXELS = ROWS * SIDE;  // that a block makes
 constexpr int THREADS = 32 * WARPS;
 static_assert(SIDE % ROWS == 0 && SIDE % 8 == 0 && 32 % CIN == 0 && 32 % COUT == 0 && CIN >= 8 && COUT >= 8, "shape");
 
-// Where a chunk of a pixel of C channels is, in bytes from the first
-template <int C> __device__ __forceinline__ u32 place(u32 spot, u32 chunk) {
-    return spot * (C * 2) + ((chunk ^ (spot / (64 / C) & (C / 8 - 1))) << 4);
+// Where a chunk of a pixel of C channels is in a tile, in bytes
+template <int C> __device__ __forceinline__ u32 swizzled(u32 pixel, u32 chunk) {
+    return pixel * (C * 2) + ((chunk ^ (pixel / (64 / C) & (C / 8 - 1))) << 4);
 }
 
-// The spot of a pixel of this block's under the first of the nine taps
-__device__ __forceinline__ u32 corner_of(u32 pixel) { return pixel / SIDE * PITCH + pixel % SIDE; }
+// The tile's pixel that the first of the nine taps reads for a pixel of the block's
+__device__ __forceinline__ u32 corner_of(u32 pixel) { return pixel / SIDE * TILE_WIDTH + pixel % SIDE; }
 
 // The chunks of a tile, dealt out to the threads, so many to each
-template <int C> constexpr int TURNS = (TALL * SIDE * (C / 8) + THREADS - 1) / THREADS;
+template <int C> constexpr int TURNS = (TILE_HEIGHT * SIDE * (C / 8) + THREADS - 1) / THREADS;
 
 struct Chunk {
     bool there, inside, mine;  // in the tile? in the image? of a pixel that this block makes?
-    u32 place, number;         // in the tile, in global memory
+    u32 shared, global;        // bytes from where the tile begins, chunks from where the image does
 };
 
-template <int C, int ALL> __device__ __forceinline__ Chunk chunk_of(int turn, u32 block) {
+template <int C, int PIXEL_STRIDE> __device__ __forceinline__ Chunk chunk_of(int turn, u32 block) {
     constexpr int CHUNKS = C / 8, BLOCKS = SIDE / ROWS;
     u32 i = threadIdx.x + turn * THREADS, chunk = i % CHUNKS, column = i / CHUNKS % SIDE, row = i / CHUNKS / SIDE;
     u32 y = block % BLOCKS * ROWS + row - 1;  // above the image it is larger than any
-    bool there = i < TALL * SIDE * CHUNKS, inside = there && y < SIDE;
-    u32 number = ((block / BLOCKS * SIDE + y) * SIDE + column) * (ALL / 8) + chunk;
-    return {there, inside, inside && row > 0 && row <= ROWS, place<C>(row * PITCH + column + 1, chunk), number};
+    bool there = i < TILE_HEIGHT * SIDE * CHUNKS, inside = there && y < SIDE;
+    u32 global = ((block / BLOCKS * SIDE + y) * SIDE + column) * (PIXEL_STRIDE / 8) + chunk;
+    return {there, inside, inside && row > 0 && row <= ROWS, swizzled<C>(row * TILE_WIDTH + column + 1, chunk), global};
 }
 
-template <int C, int ALL> __device__ __forceinline__ void fetch_tile(u32 tile, const uint4* x, u32 block) {
+template <int C, int PIXEL_STRIDE> __device__ __forceinline__ void fetch_tile(u32 tile, const uint4* x, u32 block) {
 #pragma unroll 4
     for (int turn = 0; turn < TURNS<C>; turn++) {
-        Chunk at = chunk_of<C, ALL>(turn, block);
-        if (at.there) copy_later(tile + at.place, x + (at.inside ? at.number : 0), at.inside);
+        Chunk at = chunk_of<C, PIXEL_STRIDE>(turn, block);
+        if (at.there) cp_async(tile + at.shared, x + (at.inside ? at.global : 0), at.inside);
     }
 }
 
 // Zeros left and right of every row of a tile
 template <int C> __device__ __forceinline__ void clear_border(u32 tile) {
-    for (u32 i = threadIdx.x; i < TALL * 2 * (C / 8); i += THREADS) {
+    for (u32 i = threadIdx.x; i < TILE_HEIGHT * 2 * (C / 8); i += THREADS) {
         u32 chunk = i % (C / 8), side = i / (C / 8) % 2, row = i / (C / 8) / 2;
-        put(tile + place<C>(row * PITCH + side * (SIDE + 1), chunk), make_uint4(0, 0, 0, 0));
+        st_shared(tile + swizzled<C>(row * TILE_WIDTH + side * (SIDE + 1), chunk), make_uint4(0, 0, 0, 0));
     }
 }
 
 #if CONVOLVES
-// Forward: y = convolution of h = relu(x normed by affine), plus a shortcut if there is one; moments of y if wanted.
+// Forward: y = convolution of h = relu(norm(x)), plus a shortcut if there is one; moments of y if wanted.
 // BACK: x is the gradient of a convolution's output, y that of the norm's output below it, z the norm's input; and the two sums
 // that batch norm's backward needs. affine is (scale, shift, mean, 1 / deviation).
 
@@ -70,12 +71,12 @@ __device__ __forceinline__ u32 column_of(u32 channel) {
 
 template <int N> struct alignas(4 * N) Pairs { u32 pair[N]; };  // 2 * N channels of a pixel, read and written at once
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) conv(
     const uint4* __restrict__ x, const unsigned short* __restrict__ w, unsigned short* __restrict__ y,
     const unsigned short* __restrict__ shortcut, float* __restrict__ moments, const unsigned short* __restrict__ z,
     const float* __restrict__ affine, uint4* __restrict__ h) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const u32 tile = shared_address(memory), weights = tile + SPOTS * CIN * 2, other = weights + LINES * STRIDE;
+    const u32 tile = shared_address(memory), weights = tile + TILE_PIXELS * CIN * 2, other = weights + LINES * STRIDE;
     float* gathered = (float*)memory;  // (2, WARPS, COUT), where the tile was
     const u32 block = blockIdx.x, blocks = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -95,17 +96,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
         const u32 pairs[4] = {got[turn].x, got[turn].y, got[turn].z, got[turn].w};
         if (i < LINES * LINE_CHUNKS)
 #pragma unroll
-            for (int k = 0; k < 4; k++) put(to + column_of(i % RUN * 8 + 2 * k) * 2, pairs[k]);
+            for (int k = 0; k < 4; k++) st_shared(to + column_of(i % RUN * 8 + 2 * k) * 2, pairs[k]);
     }
 #else
     for (u32 i = threadIdx.x; i < LINES * LINE_CHUNKS; i += THREADS)
-        copy_later(weights + column_of(i / LINE_CHUNKS) * STRIDE + i % LINE_CHUNKS * 16, (const uint4*)w + i, true);
+        cp_async(weights + column_of(i / LINE_CHUNKS) * STRIDE + i % LINE_CHUNKS * 16, (const uint4*)w + i, true);
     {
         uint4 got[TURNS<CIN>];
 #pragma unroll
         for (int turn = 0; turn < TURNS<CIN>; turn++) {
             Chunk at = chunk_of<CIN, CIN>(turn, block);
-            got[turn] = at.inside ? x[at.number] : make_uint4(0, 0, 0, 0);
+            got[turn] = at.inside ? x[at.global] : make_uint4(0, 0, 0, 0);
         }
         float scale[8], shift[8];
         const u32 channel = threadIdx.x % CHUNKS * 8;  // the same in every turn
@@ -114,19 +115,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #pragma unroll
         for (int turn = 0; turn < TURNS<CIN>; turn++) {
             Chunk at = chunk_of<CIN, CIN>(turn, block);
-            uint4 made = at.inside ? normed(got[turn], scale, shift) : got[turn];
-            if (at.mine) h[at.number] = made;
-            if (at.there) put(tile + at.place, made);
+            uint4 made = at.inside ? norm_relu(got[turn], scale, shift) : got[turn];
+            if (at.mine) h[at.global] = made;
+            if (at.there) st_shared(tile + at.shared, made);
         }
     }
 #endif
     clear_border<CIN>(tile);
-    end_of_copies();
-    const uint4* later = (const uint4*)(BACK ? z : shortcut);  // needed at the end, fetched meanwhile
+    cp_async_commit_group();
+    const uint4* later = (const uint4*)(BACK ? z : shortcut);  // needed at the end, copied meanwhile
     for (u32 i = threadIdx.x; later && i < PIXELS * COUT / 8; i += THREADS)
-        copy_later(other + i * 16, later + (block * PIXELS + i / (COUT / 8)) * (Z / 8) + i % (COUT / 8), true);
-    end_of_copies();
-    wait_for_copies<1>();
+        cp_async(other + i * 16, later + (block * PIXELS + i / (COUT / 8)) * (Z_STRIDE / 8) + i % (COUT / 8), true);
+    cp_async_commit_group();
+    cp_async_wait_group<1>();
     __syncthreads();
 
     float sum[TILES][RUN][4];
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
         u32 a[TILES][4], b[RUN][2];
 #pragma unroll
         for (int m = 0; m < TILES; m++)
-            load4(a[m], tile + place<CIN>(corner[m] + tap / 3 * PITCH + tap % 3, mine % CHUNKS));
+            ldmatrix_x4(a[m], tile + swizzled<CIN>(corner[m] + tap / 3 * TILE_WIDTH + tap % 3, mine % CHUNKS));
         u32 rows = min(2 * step + lane / 8 % 2, (u32)LAST);
 #pragma unroll
         for (int n = 0; n < RUN; n += 2) {  // two tiles at once; an only one is read twice
@@ -156,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
             u32 got[4];
 #if BACK
             u32 line = rows % CHUNKS * 8 + lane % 8;
-            load4_turned(got, weights + line * STRIDE + (8 - rows / CHUNKS) * INNER * 2 + beside * 16);
+            ldmatrix_x4_trans(got, weights + line * STRIDE + (8 - rows / CHUNKS) * INNER * 2 + beside * 16);
 #else
-            load4(got, weights + (beside * 8 + lane % 8) * STRIDE + rows * 16);
+            ldmatrix_x4(got, weights + (beside * 8 + lane % 8) * STRIDE + rows * 16);
 #endif
             b[n][0] = got[0], b[n][1] = got[1];
             if (n + 1 < RUN) b[n + 1][0] = got[2], b[n + 1][1] = got[3];
@@ -167,11 +168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int n = 0; n < RUN; n++)
-                if (step == STEPS) multiply8(sum[m][n], a[m][0], a[m][1], b[n][0]);
-                else multiply16(sum[m][n], a[m], b[n][0], b[n][1]);
+                if (step == STEPS) mma_m16n8k8(sum[m][n], a[m][0], a[m][1], b[n][0]);
+                else mma_m16n8k16(sum[m][n], a[m], b[n][0], b[n][1]);
     }
 
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     __syncthreads();  // from here on nobody reads the tile
 
     // A lane has rows lane / 4 and lane / 4 + 8 of each tile.
@@ -183,18 +184,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
     float scale[2 * RUN], shift[2 * RUN], mean[2 * RUN];
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++)
-        scale[c] = affine[channel + c], shift[c] = affine[Z + channel + c], mean[c] = affine[2 * Z + channel + c];
+        scale[c] = affine[channel + c], shift[c] = affine[Z_STRIDE + channel + c], mean[c] = affine[2 * Z_STRIDE + channel + c];
 #endif
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
             u32 at = (block * PIXELS + (warp * TILES + m) * 16 + lane / 4 + 8 * lower) * COUT + channel;
-            Pairs<RUN> out, fetched = *(const Pairs<RUN>*)(memory + (other - tile) + (at - block * PIXELS * COUT) * 2);
+            Pairs<RUN> out, copied = *(const Pairs<RUN>*)(memory + (other - tile) + (at - block * PIXELS * COUT) * 2);
 #pragma unroll
             for (int c = 0; c < 2 * RUN; c++) {
                 float& v = sum[m][c / 2][2 * lower + c % 2];
-                float read = c % 2 ? high(fetched.pair[c / 2]) : low(fetched.pair[c / 2]);
+                float read = c % 2 ? high(copied.pair[c / 2]) : low(copied.pair[c / 2]);
 #if BACK
                 v = fmaf(read, scale[c], shift[c]) > 0 ? v : 0.0f;
                 one[c] += v;
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #endif
             }
 #pragma unroll
-            for (int n = 0; n < RUN; n++) out.pair[n] = rounded(sum[m][n][2 * lower], sum[m][n][2 * lower + 1]);
+            for (int n = 0; n < RUN; n++) out.pair[n] = cvt_bf16x2(sum[m][n][2 * lower], sum[m][n][2 * lower + 1]);
             *(Pairs<RUN>*)(y + at) = out;
 #if !BACK
 #pragma unroll
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 
 #pragma unroll
     for (int c = 0; c < 2 * RUN; c++) {
-        one[c] = over_rows(one[c]);
+        one[c] = sum_over_rows(one[c]);
 #if !BACK
         one[c] /= TILES * 16;  // the warp's mean, about which the squares are taken
 #pragma unroll
@@ -230,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
                 two[c] = fmaf(off, off, two[c]);
             }
 #endif
-        two[c] = over_rows(two[c]);
+        two[c] = sum_over_rows(two[c]);
         if (lane < 4) gathered[warp * COUT + channel + c] = one[c], gathered[(WARPS + warp) * COUT + channel + c] = two[c];
     }
     __syncthreads();
@@ -240,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 #pragma unroll
         for (int m = 0; m < WARPS; m++) one += gathered[m * COUT + c], two += gathered[(WARPS + m) * COUT + c];
 #if BACK
-        two *= affine[3 * Z + c];
+        two *= affine[3 * Z_STRIDE + c];
 #else
         one /= WARPS;
 #pragma unroll
@@ -255,14 +256,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv(
 }
 
 #else
-// partial[block, o, tap, i] = sum over a block's pixels of dy[pixel, o] * x[pixel + tap, i], of several layers. A block makes one tile of pixels after
-// another, the next being fetched meanwhile. A warp has eight inputs, all outputs, all taps, and its share of the pixels.
+// partial[block, o, tap, i] = sum over a block's pixels of dy[pixel, o] * x[pixel + tap, i], of several layers. A block makes one tile of
+// pixels after another, the next being copied meanwhile. A warp has eight inputs, all outputs, all taps, and its share of the pixels.
 
 constexpr int WARPS_IN = CIN / 8, SHARES = WARPS / WARPS_IN, TILES = COUT < 16 ? 1 : COUT / 16;
 static_assert(WARPS % WARPS_IN == 0 && PIXELS % (16 * SHARES) == 0, "warps");
-constexpr int IMAGE_BYTES = (SPOTS * CIN * 2 + 127) / 128 * 128, STAGE_BYTES = IMAGE_BYTES + PIXELS * COUT * 2;
+constexpr int IMAGE_BYTES = (TILE_PIXELS * CIN * 2 + 127) / 128 * 128, STAGE_BYTES = IMAGE_BYTES + PIXELS * COUT * 2;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) weights(
     const __grid_constant__ Images images, const __grid_constant__ Images gradients, const __grid_constant__ Sums partials, u32 tiles) {
     extern __shared__ __align__(128) unsigned char memory[];
     const uint4 *x = images.of[blockIdx.y], *dy = gradients.of[blockIdx.y];
@@ -271,9 +272,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, input = warp % WARPS_IN, share = warp / WARPS_IN;
 
     auto fetch = [&](u32 number, u32 tile) {
-        fetch_tile<CIN, X>(tile, x, number);
+        fetch_tile<CIN, X_STRIDE>(tile, x, number);
         for (u32 i = threadIdx.x; i < PIXELS * (COUT / 8); i += THREADS)
-            copy_later(tile + IMAGE_BYTES + place<COUT>(i / (COUT / 8), i % (COUT / 8)), dy + number * PIXELS * (COUT / 8) + i, true);
+            cp_async(tile + IMAGE_BYTES + swizzled<COUT>(i / (COUT / 8), i % (COUT / 8)), dy + number * PIXELS * (COUT / 8) + i, true);
     };
 
     float sum[TILES][9][4];
@@ -287,13 +288,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
     clear_border<CIN>(stages[0]);
     clear_border<CIN>(stages[1]);
     fetch(blockIdx.x, stages[0]);
-    end_of_copies();
+    cp_async_commit_group();
     int stage = 0;
     for (u32 number = blockIdx.x; number < tiles; number += gridDim.x, stage = 1 - stage) {
-        wait_for_copies<0>();
+        cp_async_wait_group<0>();
         __syncthreads();
         if (number + gridDim.x < tiles) fetch(number + gridDim.x, stage ? stages[0] : stages[1]);
-        end_of_copies();
+        cp_async_commit_group();
         const u32 tile = stage ? stages[1] : stages[0], gradient = tile + IMAGE_BYTES;
 #pragma unroll 2
         for (u32 step = share; step < PIXELS / 16; step += SHARES) {
@@ -301,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
 #pragma unroll
             for (int o = 0; o < TILES; o++) {
                 u32 pixel = step * 16 + lane % 8 + lane / 16 * 8, chunk = COUT == 8 ? 0 : 2 * o + lane / 8 % 2;
-                load4_turned(a[o], gradient + place<COUT>(pixel, chunk));
+                ldmatrix_x4_trans(a[o], gradient + swizzled<COUT>(pixel, chunk));
                 if (COUT == 8) a[o][1] = a[o][3] = 0;  // the product has 16 outputs
             }
             const u32 corner = corner_of(step * 16 + lane % 16);
@@ -309,11 +310,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
             for (int tap = 0; tap < 9; tap += 2) {  // two at once, the last one alone
                 u32 mine = min(tap + lane / 16, 8u);
                 u32 b[4];
-                load4_turned(b, tile + place<CIN>(corner + mine / 3 * PITCH + mine % 3, input));
+                ldmatrix_x4_trans(b, tile + swizzled<CIN>(corner + mine / 3 * TILE_WIDTH + mine % 3, input));
 #pragma unroll
                 for (int o = 0; o < TILES; o++) {
-                    multiply16(sum[o][tap], a[o], b[0], b[1]);
-                    if (tap < 8) multiply16(sum[o][tap + 1], a[o], b[2], b[3]);
+                    mma_m16n8k16(sum[o][tap], a[o], b[0], b[1]);
+                    if (tap < 8) mma_m16n8k16(sum[o][tap + 1], a[o], b[2], b[3]);
                 }
             }
         }
@@ -324,14 +325,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) weights(
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TILES * 36; i++) {
-            float* spot = others + (i * WARPS_IN + input) * 32 + lane;
-            if (share == s) *spot = sum[i / 36][i / 4 % 9][i % 4];
+            float* at = others + (i * WARPS_IN + input) * 32 + lane;
+            if (share == s) *at = sum[i / 36][i / 4 % 9][i % 4];
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TILES * 36; i++) {
-            const float* spot = others + (i * WARPS_IN + input) * 32 + lane;
-            if (share == 0) sum[i / 36][i / 4 % 9][i % 4] += *spot;
+            const float* at = others + (i * WARPS_IN + input) * 32 + lane;
+            if (share == 0) sum[i / 36][i / 4 % 9][i % 4] += *at;
         }
     }
     if (share) return;

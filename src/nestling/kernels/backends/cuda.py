@@ -1,0 +1,85 @@
+"""What the backends in CUDA C have in common: when they run, and room for what their kernels write.
+
+Their modules bring `Tiles`, how a kernel is cut and launched, and take `forward`, `back` and `weights` from here.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nestling.kernels import chip, nvrtc
+from nestling.kernels.backends import tables
+from nestling.kernels.images import empty_image, empty_moments
+
+
+class Tiles(Protocol):
+    @property
+    def splits(self) -> int:
+        """Into how many parts a weight gradient is split."""
+
+    def pixels(self, side: int) -> int:
+        """Of images of this side, that a block makes."""
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        moments: Tensor | None,
+        affine: Tensor,
+        *,
+        h: Tensor | None = None,
+        shortcut: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> None:
+        """Into y: the convolution of relu(norm(x)), which is put into h, plus a shortcut; or with z the transpose."""
+
+    def weight_gradients(self, xs: list[Tensor], dys: list[Tensor], partials: list[Tensor]) -> None:
+        """Into each partial (splits, out, 3, 3, in): each split's share of the sum over pixels, of layers of one shape."""
+
+
+def runs_on(device: torch.device) -> bool:
+    return chip.of(device).has_mma and nvrtc.available()
+
+
+def known(backend: str, kernel: str, x: Tensor, cout: int) -> dict[str, int]:
+    """What the tables say; they have every shape that the backends in CUDA C suit."""
+    found = tables.measured(chip.of(x.device), backend, kernel, x.shape[1], cout, x.shape[2])
+    assert found is not None, f"no tiles in tiles/*.json for {backend} {kernel} {tuple(x.shape)} to {cout}"
+    return found
+
+
+def forward(
+    x: Tensor,
+    affine: Tensor | None,
+    weight: Tensor,
+    cout: int,
+    tiles: Tiles,
+    *,
+    shortcut: Tensor | None = None,
+    moments: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert affine is not None, "these kernels have a norm on the way in"
+    h, y = empty_image(x, x.shape[1]), empty_image(x, cout)
+    found = empty_moments(x, cout, tiles.pixels(x.shape[3])) if moments else None
+    tiles.convolve(x, weight, y, found, affine, h=h, shortcut=shortcut)
+    return h, y, found if found is not None else affine.new_empty(0)
+
+
+def back(dy: Tensor, weight: Tensor, z: Tensor, affine: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    cout = z.shape[1]
+    g, sums = empty_image(dy, cout), empty_moments(dy, cout, tiles.pixels(dy.shape[3]))
+    tiles.convolve(dy, weight, g, sums, affine, z=z)
+    return g, sums
+
+
+def weights(xs: list[Tensor], dys: list[Tensor], tiles: Tiles) -> list[Tensor]:
+    size = dys[0].shape[1] * 9 * xs[0].shape[1]
+    partials = [torch.empty(tiles.splits, size, dtype=torch.float32, device=x.device) for x in xs]
+    tiles.weight_gradients(xs, dys, partials)
+    return partials
+
+
+def macros(**sizes: Any) -> nvrtc.Macros:
+    return tuple((name.upper(), int(size)) for name, size in sizes.items())
