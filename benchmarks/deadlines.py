@@ -283,7 +283,7 @@ def by_deadline(
 def curve(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from nestling.report.runs import CURVE
+    from nestling.report.records import CURVE
     from nestling.runs.evaluate import OUTPUTS
     from nestling.runs.folder import RunDir
     from nestling.runtime.build import build_engine

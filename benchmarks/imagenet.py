@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nestling.data import DataSet, load
-from nestling.data.folder import MEAN, STD
+from nestling.data.image_folder import MEAN, STD
 from nestling.recipes import named
 from nestling.recipes.recipe import Recipe, override
 from nestling.runs.folder import RunDir

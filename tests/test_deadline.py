@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nestling.errors import NestlingError
 from nestling.studies import deadline
-from nestling.studies.deadline import BASE, NEST, ORACLE_ALL, ORACLE_EACH, Row, Timed, by_scheme
+from nestling.studies.deadline import BASE, NEST, ORACLE_ALL, ORACLE_EACH, SchemeResult, Timed, by_scheme
 
 Table = list[list[float]]
 
@@ -74,8 +74,8 @@ def test_without_independent_networks_the_nest_sets_the_deadlines() -> None:
 
 
 def test_a_row_without_a_deadline_is_null_in_json() -> None:
-    assert Row(NEST, inf, 0.1, (1.0,), 0.0).to_dict()["deadline_ms"] is None
-    assert Row(NEST, 2.5, 0.1, (1.0,), 0.0).to_dict()["deadline_ms"] == 2.5
+    assert SchemeResult(NEST, inf, 0.1, (1.0,), 0.0).to_dict()["deadline_ms"] is None
+    assert SchemeResult(NEST, 2.5, 0.1, (1.0,), 0.0).to_dict()["deadline_ms"] == 2.5
 
 
 def test_timed_reads_what_a_run_folder_holds() -> None:
@@ -86,8 +86,8 @@ def test_timed_reads_what_a_run_folder_holds() -> None:
 
 
 def test_the_mean_over_seeds_by_hand() -> None:
-    one = [Row(NEST, 1.0, 0.2, (0.5, 0.0), 0.5)]
-    two = [Row(NEST, 1.0, 0.4, (1.0, 0.0), 0.0)]
+    one = [SchemeResult(NEST, 1.0, 0.2, (0.5, 0.0), 0.5)]
+    two = [SchemeResult(NEST, 1.0, 0.4, (1.0, 0.0), 0.0)]
     [found] = deadline.mean_rows([one, two])
     assert (found.error, found.answered, found.guessed) == (pytest.approx(0.3), (0.75, 0.0), 0.25)
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import plan
+from nestling.paper.deadlines import read_studies
 from nestling.paper.figures import lent
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import read_csv
-from nestling.paper.studies import read_studies
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.studies.deadline import FRACTIONS
 

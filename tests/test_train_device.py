@@ -261,14 +261,14 @@ class Replayed:
     """A CUDA graph without CUDA: replaying does what was captured, which is wrong once the step has another form."""
 
     form: int
-    driver: engine.Graph
+    driver: engine.Captured
 
     def replay(self) -> None:
         assert self.form == self.driver.step.form, "a graph of another stage is replayed"
         self.driver._batch()
 
 
-class GraphOnCPU(engine.Graph):
+class GraphOnCPU(engine.Captured):
     captures = 0
 
     def _capture(self) -> Any:
@@ -299,7 +299,7 @@ def test_greedy_is_captured_anew_for_every_stage(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(engine, "Graph", GraphOnCPU)
+    monkeypatch.setattr(engine, "Captured", GraphOnCPU)
     monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
     GraphOnCPU.captures = 0
     train(recipe, str(tmp_path / "graph"), quiet=True)

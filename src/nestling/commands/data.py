@@ -19,7 +19,7 @@ from rich.table import Table
 from nestling.data import DATASETS, load
 from nestling.data.cifar10_prepare import Source, prepare
 from nestling.data.download import Show
-from nestling.data.folder import FolderSplit
+from nestling.data.image_folder import FolderSplit
 from nestling.errors import NestlingError, nearest
 from nestling.recipes.recipe import DataRecipe
 

@@ -66,7 +66,7 @@ def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats:
         raise NestlingError(f"found workers {workers}, repeats {repeats}; expected at least 0 and at least 1")
     todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with Steps() as live:
+    with Bars() as live:
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
             futures = [pool.submit(train_one, recipe, path) for recipe, path in todo]
             for future in live.through("training on the digits", as_completed(futures), len(todo)):
@@ -78,7 +78,7 @@ def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats:
     return found
 
 
-class Steps(Progress):
+class Bars(Progress):
     """A bar for each step of the work; where there is no terminal, a line for each piece of it that is done."""
 
     def __init__(self) -> None:

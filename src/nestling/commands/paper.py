@@ -140,11 +140,11 @@ def write_up(
     """What is done with runs that are there: draw them, or measure the latency of their networks."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("figures need matplotlib, which is not installed; pip install 'nestling[report]'")
-    from nestling.paper import figures, studies  # here, because matplotlib may be missing and takes its time
-    from nestling.report.runs import find
+    from nestling.paper import deadlines, figures  # here, because matplotlib may be missing and takes its time
+    from nestling.report.records import find
 
     if part == "profile":
-        return {"measured": studies.measure(find([out]))}
+        return {"measured": deadlines.profile_missing(find([out]))}
     return figures.draw(out, results, page, strategy, data, set)
 
 

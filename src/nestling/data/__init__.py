@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nestling.data import cifar10, digits, folder, synthetic
+from nestling.data import cifar10, digits, image_folder, synthetic
 from nestling.data.dataset import DataSet
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError, nearest
@@ -19,7 +19,7 @@ __all__ = ["DATASETS", "DataSet", "MemorySplit", "Split", "load"]
 DATASETS: dict[str, Callable[[DataRecipe, torch.device | str], DataSet]] = {
     "digits": digits.load,
     "cifar10": cifar10.load,
-    "folder": folder.load,
+    "folder": image_folder.load,
     "synthetic": synthetic.load,
 }
 

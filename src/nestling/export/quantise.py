@@ -41,7 +41,7 @@ def calibration_images(data: DataSet, count: int = CALIBRATION) -> Floats:
     raise NestlingError(f"{data.name} has no training images to calibrate on")
 
 
-class Reader(quantization.CalibrationDataReader):
+class CalibrationBatches(quantization.CalibrationDataReader):
     """Hands the values a stage takes to the calibrator, eight images at a time."""
 
     def __init__(self, takes: Sequence[str], values: Mapping[str, Floats], batch: int = 8) -> None:
@@ -66,7 +66,7 @@ def quantise_stage(model: bytes, takes: Sequence[str], values: Mapping[str, Floa
         quantization.quantize_static(
             read,
             str(path),
-            Reader(takes, values),
+            CalibrationBatches(takes, values),
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,

@@ -50,7 +50,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     columns: dict[str, Column]
     branches: dict[str, str]  # exits that leave the trunk early: block -> where it leaves
     right: float  # where the trunk ends
@@ -85,7 +85,7 @@ def draw(plan: Plan) -> str:
 # --- where things stand -----------------------------------------------------------------------------------------------
 
 
-def lay_out(seen: Survey) -> Layout:
+def lay_out(seen: Survey) -> Placement:
     """Columns and arcs around an axis, then the axis where there is room for them."""
     trunk, branches = split_trunk(seen)
     births = [block.birth for block in trunk if block.kind == "block"]
@@ -99,7 +99,7 @@ def lay_out(seen: Survey) -> Layout:
         places.append((block, x, wide))
         x += wide + step * 0.38
     columns = {block.name: place(block, at, wide, 0.0, widest) for block, at, wide in places}
-    flat = Layout(columns, branches, x, 0.0, births != sorted(births), 0.0)
+    flat = Placement(columns, branches, x, 0.0, births != sorted(births), 0.0)
     reach = [arc.peak for arc in find_arcs(seen, flat)]
     axis = TOP - min([*reach, *(c.top for c in columns.values())])
     bottom = axis + max([*reach, *(c.bottom for c in columns.values())])
@@ -107,7 +107,7 @@ def lay_out(seen: Survey) -> Layout:
     for name, source in branches.items():
         block = next(b for b in seen.blocks if b.name == name)
         columns[name] = place(block, columns[source].middle - 14, 28, bottom + 90, block.channels, EXIT)
-    return Layout(columns, branches, x, axis, flat.folded, bottom)
+    return Placement(columns, branches, x, axis, flat.folded, bottom)
 
 
 def split_trunk(seen: Survey) -> tuple[list[Block], dict[str, str]]:
@@ -159,7 +159,7 @@ def draw_title(plan: Plan) -> list[str]:
     return [text(LEFT, 36, plan.name, 21, bold=True), text(LEFT, 58, f"{sizes}.  {note}", 12.5, FAINT)]
 
 
-def draw_input(plan: Plan, laid: Layout) -> list[str]:
+def draw_input(plan: Plan, laid: Placement) -> list[str]:
     first = next(iter(laid.columns.values()))
     y, side = laid.axis, 46.0
     size = "×".join(map(str, (plan.input.channels, *plan.input.size)))
@@ -171,7 +171,7 @@ def draw_input(plan: Plan, laid: Layout) -> list[str]:
     ]
 
 
-def draw_columns(laid: Layout) -> list[str]:
+def draw_columns(laid: Placement) -> list[str]:
     drawn = []
     for column in laid.columns.values():
         rounding = 3 if column.block.kind == "block" else column.width / 2
@@ -193,7 +193,7 @@ def told(block: Block) -> str:
     return f"{block.name}: {stripes}" + (f", {size} pixels" if size else "")
 
 
-def draw_ribbons(seen: Survey, laid: Layout) -> list[str]:
+def draw_ribbons(seen: Survey, laid: Placement) -> list[str]:
     """Between neighbours: every stripe of the reader, tied to all it may read."""
     order = {name: i for i, name in enumerate(laid.columns)}
     drawn = []
@@ -219,7 +219,7 @@ class Arc:
     peak: float  # y of its farthest point
 
 
-def find_arcs(seen: Survey, laid: Layout) -> list[Arc]:
+def find_arcs(seen: Survey, laid: Placement) -> list[Arc]:
     """Between blocks that are not neighbours: arcs over the trunk, the last stage's under it where levels interlace."""
     order = {name: i for i, name in enumerate(laid.columns) if name not in laid.branches}
     last = max(link.birth for link in seen.links)
@@ -239,7 +239,7 @@ def find_arcs(seen: Survey, laid: Layout) -> list[Arc]:
     return found
 
 
-def draw_arcs(seen: Survey, laid: Layout) -> list[str]:
+def draw_arcs(seen: Survey, laid: Placement) -> list[str]:
     last = max(link.birth for link in seen.links)
     drawn = []
     for arc in sorted(find_arcs(seen, laid), key=lambda arc: -arc.birth):  # earlier stages on top
@@ -248,7 +248,7 @@ def draw_arcs(seen: Survey, laid: Layout) -> list[str]:
     return drawn
 
 
-def draw_brackets(laid: Layout) -> list[str]:
+def draw_brackets(laid: Placement) -> list[str]:
     """Under columns of one size: how many pixels and channels they have."""
     trunk = [c for name, c in laid.columns.items() if name not in laid.branches]
     runs: list[list[Column]] = []
@@ -279,7 +279,7 @@ def kin(block: Block) -> tuple[bool, tuple[int, ...], int]:
     return block.name.rpartition(".")[2] == "stem", block.size, block.channels
 
 
-def draw_heads(plan: Plan, seen: Survey, laid: Layout) -> tuple[list[str], float]:
+def draw_heads(plan: Plan, seen: Survey, laid: Placement) -> tuple[list[str], float]:
     """A label for every answer, tied to the last thing its head reads: at the right end, or below an early exit.
 
     Returns also how far down the drawing reaches."""

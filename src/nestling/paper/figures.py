@@ -12,14 +12,14 @@ from typing import Any
 from nestling.errors import NestlingError, nearest
 from nestling.nets import plan
 from nestling.paper import pictures
+from nestling.paper.deadlines import read_studies, store_studies, view_rows
 from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import ALONE, INDEPENDENT, SAME_RUN, Row, collect, compare, less, merged, read_results
-from nestling.paper.studies import read_studies, store_studies, view_rows
 from nestling.paper.tables import LEGEND, label, missing, tables
 from nestling.recipes.recipe import NetworkRecipe, show
-from nestling.report.content import Block, Note, Pictures, Report, Section, Text
-from nestling.report.runs import Run, find
+from nestling.report.content import Block, Document, Note, Pictures, Section, Text
+from nestling.report.records import Run, find
 from nestling.report.write import publish
 from nestling.runs.folder import RECIPE
 
@@ -62,7 +62,7 @@ def draw(
         f"made from {runs_behind(shared)} runs of ours. Every number is a row of a CSV file in the folder of results or "
         "of a run folder."
     )
-    files = publish(Report("The paper's experiments", lead, sections), Path(page))
+    files = publish(Document("The paper's experiments", lead, sections), Path(page))
     return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
 
 

@@ -96,7 +96,7 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Step:
+class StageSummary:
     """One stage of a nest in large print."""
 
     stage: int
@@ -107,15 +107,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class NestSummary:
     """A nest at a glance: what each answer costs and how good it is."""
 
     title: str
     words: str
-    items: tuple[Step, ...]
+    items: tuple[StageSummary, ...]
 
 
-Block = Text | Note | Table | Pictures | Gallery | Steps
+Block = Text | Note | Table | Pictures | Gallery | NestSummary
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Report:
+class Document:
     title: str
     lead: str
     sections: tuple[Section, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nestling.recipes.recipe import StrategyRecipe, flat
-from nestling.report.runs import Run
+from nestling.report.records import Run
 
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"
 INDEPENDENT = "independent nets"

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from nestling.report.content import Card, Gallery, Picture, Said, Shelf
 from nestling.report.families import NEST, Family
 from nestling.report.figures.panel import panel
-from nestling.report.latency import times
-from nestling.report.runs import Answers, Pictures, Run
+from nestling.report.records import Answers, GalleryImages, Run
 from nestling.report.theme import BAD, GOOD, INK
+from nestling.report.times import times
 
 SHELF = 9  # cards on one shelf
 
@@ -62,7 +62,7 @@ def shelf_title(family: Family, stage: int) -> str:
     return f"Right from the first stage on ({size})" if stage == 1 else f"Settled at stage {stage} ({size})"
 
 
-def choose(settled: NDArray[np.int64], answers: Answers, pictures: Pictures, stage: int) -> list[int]:
+def choose(settled: NDArray[np.int64], answers: Answers, pictures: GalleryImages, stage: int) -> list[int]:
     """Pictures that settle at this stage, of different classes as far as there are some."""
     places = [int(k) for k in np.flatnonzero(settled[pictures.indices] == stage)]
     times: dict[int, int] = {}
@@ -73,7 +73,7 @@ def choose(settled: NDArray[np.int64], answers: Answers, pictures: Pictures, sta
     return sorted(sorted(places, key=lambda place: turn[place])[:SHELF])
 
 
-def make_card(family: Family, answers: Answers, pictures: Pictures, place: int) -> Card:
+def make_card(family: Family, answers: Answers, pictures: GalleryImages, place: int) -> Card:
     index = pictures.indices[place]
     said = tuple(
         Said(stage, word(family, answers.said[stage - 1, index]), float(answers.confidence[stage - 1, index]),
@@ -105,7 +105,7 @@ ACROSS, CELL = 8, 1.2  # images in a row of the contact sheet, inches from one t
 def sheet(
     family: Family,
     answers: Answers,
-    pictures: Pictures,
+    pictures: GalleryImages,
     shelves: Sequence[tuple[str, Sequence[int]]],
     name: str,
     title: str,

@@ -1,13 +1,25 @@
 """A report as Markdown, with its pictures as links into a folder.
 
-Comes in: a Report and the folder's name. Goes out: text in GitHub's dialect. It says what the page says, less
+Comes in: a Document and the folder's name. Goes out: text in GitHub's dialect. It says what the page says, less
 what only a browser can do.
 """
 
-from nestling.report.content import Block, Cell, Gallery, Note, Picture, Pictures, Report, Section, Steps, Table, Text
+from nestling.report.content import (
+    Block,
+    Cell,
+    Document,
+    Gallery,
+    NestSummary,
+    Note,
+    Picture,
+    Pictures,
+    Section,
+    Table,
+    Text,
+)
 
 
-def markdown(report: Report, folder: str) -> str:
+def markdown(report: Document, folder: str) -> str:
     parts = [f"# {report.title}", report.lead, *(section_text(section, folder) for section in report.sections)]
     return "\n\n".join(parts) + "\n"
 
@@ -23,14 +35,14 @@ def block_text(block: Block, folder: str) -> str:
         return f"> {plain(block.text)}"
     if isinstance(block, Table):
         return table_text(block)
-    if isinstance(block, Steps):
+    if isinstance(block, NestSummary):
         return steps_text(block)
     if isinstance(block, Gallery):
         return gallery_text(block, folder)
     return pictures_text(block, folder)
 
 
-def steps_text(block: Steps) -> str:
+def steps_text(block: NestSummary) -> str:
     steps = [f"- {plain(step.size)}: {plain(step.error)} error, {plain(step.cost)}" for step in block.items]
     beside = [f" ({plain(step.beside)})" if step.beside else "" for step in block.items]
     return "\n".join(

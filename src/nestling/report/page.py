@@ -1,6 +1,6 @@
 """A report as one HTML page that needs nothing else: styles, pictures and a little script are inside it.
 
-Comes in: a Report. Goes out: the page as text. It asks the network for nothing (its own policy forbids it), follows
+Comes in: a Document. Goes out: the page as text. It asks the network for nothing (its own policy forbids it), follows
 the reader's light or dark mode, and works without its script.
 """
 
@@ -16,15 +16,15 @@ from nestling.report.content import (
     Block,
     Card,
     Cell,
+    Document,
     Gallery,
+    NestSummary,
     Note,
     Picture,
     Pictures,
-    Report,
     Section,
     Shelf,
-    Step,
-    Steps,
+    StageSummary,
     Table,
     Text,
     percent,
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(report: Report) -> str:
+def page(report: Document) -> str:
     styles = (HERE / "page.css").read_text(encoding="utf-8")
     script = (HERE / "page.js").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{section.name}">{section.name.capitalize()}</a>' for section in report.sections)
@@ -82,7 +82,7 @@ def kind(block: Block) -> str:
     """Neighbours of one kind stand side by side where there is room; most blocks stand alone."""
     if isinstance(block, Table):
         return "folded" if block.folded else "provenance" if block.name == "provenance" else "table"
-    return "steps" if isinstance(block, Steps) else str(id(block))
+    return "steps" if isinstance(block, NestSummary) else str(id(block))
 
 
 def beside(blocks: Sequence[str]) -> str:
@@ -96,7 +96,7 @@ def block_html(block: Block) -> str:
         return f'<p class="note">{escape(block.text)}</p>'
     if isinstance(block, Table):
         return table_html(block)
-    if isinstance(block, Steps):
+    if isinstance(block, NestSummary):
         return steps_html(block)
     if isinstance(block, Gallery):
         return gallery_html(block)
@@ -107,14 +107,14 @@ def swatch(stage: int) -> str:
     return f'<i class="swatch" style="--c: var(--stage{(stage - 1) % 6 + 1})"></i>'
 
 
-def steps_html(block: Steps) -> str:
+def steps_html(block: NestSummary) -> str:
     items = "".join(step_html(step) for step in block.items)
     return (
         f'<div class="steps"><h3>{escape(block.title)} <small>{escape(block.words)}</small></h3><ol>{items}</ol></div>'
     )
 
 
-def step_html(step: Step) -> str:
+def step_html(step: StageSummary) -> str:
     beside = f"<small>{escape(step.beside)}</small>" if step.beside else ""
     return (
         f'<li style="--c: var(--stage{(step.stage - 1) % 6 + 1})"><b>{escape(step.size)}</b>'

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nestling.report.families import ALONE, Family, kind_of
-from nestling.report.latency import Times, times
-from nestling.report.runs import Run
+from nestling.report.records import Run
+from nestling.report.times import Times, times
 from nestling.studies import deadline
-from nestling.studies.deadline import Row, Timed
+from nestling.studies.deadline import SchemeResult, Timed
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
     limits: tuple[float, ...]  # milliseconds, the last infinite
-    rows: dict[str, list[Row]]  # scheme -> one row per limit
+    rows: dict[str, list[SchemeResult]]  # scheme -> one row per limit
     nests: tuple[str, ...]  # the schemes that are nests of this family
     seeds: dict[str, int]  # scheme -> runs behind it
     conditions: str
@@ -53,10 +53,10 @@ def study(family: Family, base: Family | None) -> Study | str:
     nest = next(iter(nests.values()))[0]
     largest = max(sets[0], key=lambda each: each.latency[:, -1].mean()) if sets else nest
     limits, classes = deadline.deadlines(largest), len(family.classes)
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[SchemeResult]] = {}
     seeds: dict[str, int] = {}
 
-    def add(scheme: str, several: Sequence[list[Row]]) -> None:
+    def add(scheme: str, several: Sequence[list[SchemeResult]]) -> None:
         rows[scheme], seeds[scheme] = deadline.mean_rows(several), len(several)
 
     for name, found in base_runs(base, measured.conditions).items():

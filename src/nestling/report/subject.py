@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nestling.report.content import Block, Note, Picture, Pictures, listed
 from nestling.report.families import Family
-from nestling.report.runs import Run
+from nestling.report.records import Run
 from nestling.report.theme import Look, looks
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.files import write_atomically
-from nestling.report.content import Gallery, Picture, Pictures, Report, listed, plural
+from nestling.report.content import Document, Gallery, Picture, Pictures, listed, plural
 from nestling.report.families import Family, families
 from nestling.report.markdown import markdown
 from nestling.report.page import page
-from nestling.report.runs import find_sound
+from nestling.report.records import find_sound
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
@@ -40,7 +40,7 @@ def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
     }
 
 
-def publish(report: Report, out: Path) -> dict[str, Any]:
+def publish(report: Document, out: Path) -> dict[str, Any]:
     """Write a report as a page, as Markdown and as pictures, and say where they are."""
     folder = out.with_suffix("")
     if RunDir(folder).has(RECIPE):  # runs/first.html beside the run runs/first: its folder holds the run alone
@@ -63,7 +63,7 @@ def publish(report: Report, out: Path) -> dict[str, Any]:
     }
 
 
-def compose(about: Subject) -> Report:
+def compose(about: Subject) -> Document:
     """Title and lead, then every section that has something to say."""
     data = sorted({family.data for family in about.families})
     nests = [family for family in about.families if family.nests]
@@ -75,10 +75,10 @@ def compose(about: Subject) -> Report:
     )
     title = f"Anytime networks on {listed(data)}" if nests else f"Networks on {listed(data)}"
     sections = [section(about) for section in SECTIONS]
-    return Report(title, lead, tuple(section for section in sections if section.blocks))
+    return Document(title, lead, tuple(section for section in sections if section.blocks))
 
 
-def all_pictures(report: Report) -> list[Picture]:
+def all_pictures(report: Document) -> list[Picture]:
     blocks = [block for section in report.sections for block in section.blocks]
     drawn = [picture for block in blocks if isinstance(block, Pictures) for picture in block.items]
     return drawn + [block.sheet for block in blocks if isinstance(block, Gallery)]

@@ -43,7 +43,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Row:
+class SchemeResult:
     """One scheme under one deadline."""
 
     scheme: str
@@ -80,7 +80,7 @@ def deadlines(largest: Timed, fractions: Sequence[float] = FRACTIONS) -> tuple[f
     return (*(fraction * mean for fraction in fractions), inf)
 
 
-def anytime(scheme: str, network: Timed, limits: Sequence[float], classes: int) -> list[Row]:
+def anytime(scheme: str, network: Timed, limits: Sequence[float], classes: int) -> list[SchemeResult]:
     """An anytime network gives the latest answer that is ready."""
     rows = []
     for limit in limits:
@@ -89,7 +89,7 @@ def anytime(scheme: str, network: Timed, limits: Sequence[float], classes: int) 
     return rows
 
 
-def oracle_all(networks: Sequence[Timed], limits: Sequence[float], classes: int) -> list[Row]:
+def oracle_all(networks: Sequence[Timed], limits: Sequence[float], classes: int) -> list[SchemeResult]:
     """The one independent network that, used for all inputs, leaves the least error at this deadline."""
     correct, latency = side_by_side(networks)
     rows = []
@@ -102,7 +102,7 @@ def oracle_all(networks: Sequence[Timed], limits: Sequence[float], classes: int)
     return rows
 
 
-def oracle_each(networks: Sequence[Timed], limits: Sequence[float], classes: int) -> list[Row]:
+def oracle_each(networks: Sequence[Timed], limits: Sequence[float], classes: int) -> list[SchemeResult]:
     """For each input the most accurate network (over all inputs) that is done with this input in time.
 
     It foresees latencies, not answers: the paper calls it impossible for "latency prediction" and free swapping.
@@ -120,7 +120,7 @@ def oracle_each(networks: Sequence[Timed], limits: Sequence[float], classes: int
 
 def study(
     nest: Timed, alone: Sequence[Timed], classes: int, base: Timed | None = None, limits: Sequence[float] = ()
-) -> list[Row]:
+) -> list[SchemeResult]:
     """The paper's comparison, scheme by scheme, under its own deadlines unless others are given."""
     limits = limits or deadlines(max(alone, key=lambda each: each.latency[:, -1].mean()) if alone else nest)
     rows = anytime(BASE, base, limits, classes) if base else []
@@ -130,24 +130,24 @@ def study(
     return rows
 
 
-def mean_rows(several: Sequence[Sequence[Row]]) -> list[Row]:
+def mean_rows(several: Sequence[Sequence[SchemeResult]]) -> list[SchemeResult]:
     """Row by row the mean over several runs (seeds) of one scheme under the same deadlines."""
     averaged = []
     for rows in zip(*several, strict=True):
         shares = tuple(float(v) for v in np.mean([each.answered for each in rows], axis=0))
         error = float(np.mean([each.error for each in rows]))
         guessed = float(np.mean([each.guessed for each in rows]))
-        averaged.append(Row(rows[0].scheme, rows[0].deadline, error, shares, guessed))
+        averaged.append(SchemeResult(rows[0].scheme, rows[0].deadline, error, shares, guessed))
     return averaged
 
 
-def row(scheme: str, limit: float, correct: NDArray[np.bool_], chosen: NDArray[np.int_], classes: int) -> Row:
+def row(scheme: str, limit: float, correct: NDArray[np.bool_], chosen: NDArray[np.int_], classes: int) -> SchemeResult:
     """The row of a choice: chosen (N) names the answer given to each input, -1 for a guess."""
     guessed = chosen < 0
     wrong = ~correct[np.maximum(chosen, 0), np.arange(correct.shape[1])]
     errors = np.where(guessed, 1 - 1 / classes, wrong)
     shares = tuple(float((chosen == index).mean()) for index in range(len(correct)))
-    return Row(scheme, limit, float(errors.mean()), shares, float(guessed.mean()))
+    return SchemeResult(scheme, limit, float(errors.mean()), shares, float(guessed.mean()))
 
 
 def side_by_side(networks: Sequence[Timed]) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
@@ -159,8 +159,8 @@ def side_by_side(networks: Sequence[Timed]) -> tuple[NDArray[np.bool_], NDArray[
     return correct, np.stack([each.latency[:, -1] for each in networks], axis=1)
 
 
-def by_scheme(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def by_scheme(rows: Sequence[SchemeResult]) -> Mapping[str, list[SchemeResult]]:
+    found: dict[str, list[SchemeResult]] = {}
     for each in rows:
         found.setdefault(each.scheme, []).append(each)
     return found

@@ -1,6 +1,6 @@
 """Engines: how the steps of an epoch are carried out. The step itself is the same in both.
 
-`Eager` calls it batch by batch, on any device, from any split. `Graph` captures one whole step on CUDA (fetching and
+`Eager` calls it batch by batch, on any device, from any split. `Captured` captures one whole step on CUDA (fetching and
 augmenting the batch, forward, backward, combining, update) and replays it on a stream of its own: no Python, no waiting
 between steps nor between epochs. A step that has changed its form is captured anew. Both leave an epoch's losses in a
 tensor on the device; what is to be done between two epochs belongs in their `lane`. Rates come in as numbers.
@@ -50,7 +50,7 @@ class Eager:
         return nullcontext()
 
 
-class Graph:
+class Captured:
     """One captured step, replayed. Needs CUDA and images that lie in its memory."""
 
     def __init__(self, step: Step, split: MemorySplit, batch: int, startup: Startup | None = None) -> None:
@@ -197,8 +197,8 @@ def kind(recipe: Recipe, device: torch.device, split: Split) -> str:
     return "eager" if against or recipe.train.engine == "eager" else "graph"
 
 
-def start(name: str, step: Step, split: Split, batch: int, startup: Startup | None = None) -> "Eager | Graph":
+def start(name: str, step: Step, split: Split, batch: int, startup: Startup | None = None) -> "Eager | Captured":
     if name == "graph":
         assert isinstance(split, MemorySplit)
-        return Graph(step, split, batch, startup)
+        return Captured(step, split, batch, startup)
     return Eager(step, split, batch)

@@ -87,7 +87,7 @@ class Training:
         self.compiled = compiled
         return Step(self.net, self.optimizer, self.able, compiled=compiled)
 
-    def start(self) -> "engine.Eager | engine.Graph":
+    def start(self) -> "engine.Eager | engine.Captured":
         """The engine, started. Where compiling or capturing fails, the next simpler way, and it is said once."""
         train = self.recipe.train
         while True:

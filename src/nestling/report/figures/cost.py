@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from nestling.report.content import Picture, percent
 from nestling.report.families import ALONE, Family, Line
 from nestling.report.figures.panel import cost_axis, draw, error_axis, panel
-from nestling.report.latency import Times, times
 from nestling.report.theme import BASE_LOOK, Look, stage_colour
+from nestling.report.times import Times, times
 
 Cost = Callable[[Family, Line, int], float | None]  # of a stage's answer; None = not known
 

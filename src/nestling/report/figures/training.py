@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nestling.report.content import Picture
 from nestling.report.families import ALONE, Family, Line
 from nestling.report.figures.panel import epoch_axis, panel, percent_axis
-from nestling.report.runs import Run
+from nestling.report.records import Run
 from nestling.report.theme import MUTED, stage_colour
 
 

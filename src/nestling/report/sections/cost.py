@@ -15,8 +15,8 @@ from nestling.report.content import (
 )
 from nestling.report.families import ALONE
 from nestling.report.figures import cost as figures
-from nestling.report.latency import times
 from nestling.report.subject import Subject, pictures
+from nestling.report.times import times
 from nestling.runs.latency import Latency
 
 BUSY = 2  # times the median that one answer in twenty may take before the reader is told

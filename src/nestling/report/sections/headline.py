@@ -3,9 +3,9 @@
 from nestling.report.content import (
     Block,
     Cell,
+    NestSummary,
     Section,
-    Step,
-    Steps,
+    StageSummary,
     Table,
     Text,
     count_text,
@@ -15,8 +15,8 @@ from nestling.report.content import (
     time_text,
 )
 from nestling.report.families import ALONE, Family, Line
-from nestling.report.latency import times
 from nestling.report.subject import Subject, lacking
+from nestling.report.times import times
 
 
 def headline(about: Subject) -> Section:
@@ -41,7 +41,7 @@ def headline(about: Subject) -> Section:
     return Section("headline", "Error per stage", tuple(blocks))
 
 
-def steps(family: Family, line: Line) -> Steps:
+def steps(family: Family, line: Line) -> NestSummary:
     """The first nest of a family at a glance."""
     items, measured = [], times(family)
     for stage in line.stages():
@@ -49,7 +49,7 @@ def steps(family: Family, line: Line) -> Steps:
         time = measured.median(line.kind, stage) if measured else None
         beside = family.alone[0].number("error", stage) if family.alone else None
         items.append(
-            Step(
+            StageSummary(
                 stage,
                 family.sizes[stage - 1],
                 f"{percent(error.mean)}\u00a0%" if error else "–",
@@ -61,7 +61,7 @@ def steps(family: Family, line: Line) -> Steps:
                 f"independent {percent(beside.mean)}\u00a0%" if beside else "",
             )
         )
-    return Steps(family.name, f"trained with {line.label}, {plural(line.seeds(), 'run')}", tuple(items))
+    return NestSummary(family.name, f"trained with {line.label}, {plural(line.seeds(), 'run')}", tuple(items))
 
 
 def headline_table(family: Family) -> Table:

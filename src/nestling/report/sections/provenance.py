@@ -3,7 +3,7 @@
 from typing import Any
 
 from nestling.report.content import Block, Cell, Section, Table, Text, listed
-from nestling.report.runs import Run
+from nestling.report.records import Run
 from nestling.report.subject import Subject
 
 

@@ -14,9 +14,9 @@ from nestling.paper.results import ALONE, Row, changes, less, short, strategy_na
 from nestling.paper.tables import label
 from nestling.recipes.recipe import Recipe
 from nestling.report.families import families
-from nestling.report.latency import conditions
-from nestling.report.runs import Run
+from nestling.report.records import Run
 from nestling.report.study import study
+from nestling.report.times import conditions
 from nestling.runs.folder import WEIGHTS
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.studies.profile import profile
@@ -78,7 +78,7 @@ def view_rows(
     return [], "\n".join(reasons)
 
 
-def measure(runs: Sequence[Run], device: str = "auto") -> list[str]:
+def profile_missing(runs: Sequence[Run], device: str = "auto") -> list[str]:
     """Profile one finished run of every network here that has no profile yet: latency does not depend on the training."""
     known = {run.recipe.network for run in runs if run.latency}
     measured = []

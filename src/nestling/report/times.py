@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestling.report.families import ALONE, Family, kind_of
-from nestling.report.runs import Run
+from nestling.report.records import Run
 
 Key = tuple[str, int]  # the kind of a line, and the stage an independent net stands beside (0 for the others)
 

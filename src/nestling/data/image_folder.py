@@ -64,7 +64,7 @@ class FolderSplit:
         return self._stream(requests(order, seeds, slices(len(self), batch, drop_last)))
 
     def pictures(self, indices: Tensor) -> Tensor:
-        images, _, failures = together([Reader(self.files, self.size)[i, None] for i in indices.tolist()])
+        images, _, failures = together([PictureFiles(self.files, self.size)[i, None] for i in indices.tolist()])
         for position, reason in failures:
             raise self._refused(position, reason)
         return images
@@ -72,7 +72,7 @@ class FolderSplit:
     def _stream(self, asked: Iterator[list[Request]]) -> Iterator[Batch]:
         device = self.labels.device
         loader: DataLoader[Any] = DataLoader(
-            Reader(self.files, self.size),
+            PictureFiles(self.files, self.size),
             batch_sampler=asked,
             num_workers=self.workers,
             collate_fn=together,
@@ -108,7 +108,7 @@ def requests(order: list[int], seeds: list[int] | None, parts: Iterator[tuple[in
         yield [(order[i], seeds[i] if seeds else None) for i in range(start, stop)]
 
 
-class Reader(Dataset[tuple[int, Tensor | str]]):
+class PictureFiles(Dataset[tuple[int, Tensor | str]]):
     """What a worker process holds: the list of files. Failures come back as text, not as exceptions, which
     torch would wrap in a traceback of the worker."""
 

@@ -42,7 +42,7 @@ class Answers:
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
+class GalleryImages:
     """Some test images, as people see them."""
 
     images: NDArray[np.uint8]  # (K, C, H, W)
@@ -98,11 +98,11 @@ class Run:
         return Answers(said.numpy(), sure.numpy(), labels.numpy())
 
     @cached_property
-    def pictures(self) -> Pictures | None:
+    def pictures(self) -> GalleryImages | None:
         if not self.folder.has(GALLERY):
             return None
         tensors, _ = self.folder.load_tensors(GALLERY)
-        return Pictures(tensors["images"].numpy(), tensors["indices"].numpy())
+        return GalleryImages(tensors["images"].numpy(), tensors["indices"].numpy())
 
 
 def read(path: str | Path) -> Run:
