@@ -171,15 +171,16 @@ def test_other_norms_activations_and_groups(activation: nn.Module) -> None:
 @pytest.mark.parametrize("kind", sorted(FORMS, key=str), ids=str)
 def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
     options: dict[Any, tuple[Any, ...]] = {
-        nn.MaxPool2d: (3, 2, 1), nn.AvgPool2d: (2,), nn.AdaptiveAvgPool2d: (1,), nn.AdaptiveMaxPool2d: (1,)
+        nn.MaxPool1d: (3, 2, 1), nn.AvgPool1d: (2,), nn.AdaptiveAvgPool1d: (1,), nn.AdaptiveMaxPool1d: (1,),
+        nn.MaxPool2d: (3, 2, 1), nn.AvgPool2d: (2,), nn.AdaptiveAvgPool2d: (1,), nn.AdaptiveMaxPool2d: (1,),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()
-    x = torch.randn(2, 4, 8, 8) * 3
+    x = torch.randn(2, 4, *[8] * (1 if "1d" in kind.__name__ else 2)) * 3
     expected = module(x)
     frozen = Frozen(1, (Op(Module(), "y", ("input",), tuple(expected.shape[1:]), module=module),), ("input",), (), "y")
     import onnxruntime
 
-    model = write_stage(frozen, {"input": (4, 8, 8), "y": tuple(expected.shape[1:])})
+    model = write_stage(frozen, {"input": tuple(x.shape[1:]), "y": tuple(expected.shape[1:])})
     [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 

@@ -85,9 +85,11 @@ def precise(module: nn.Module, shape: Shape) -> nn.Module:
 
 def other_shape(twin: nn.Module, shape: Shape) -> Shape | None:
     """Another image size that the module takes."""
-    channels, high, wide = shape
-    half = ((high // 2 + 1, wide // 2 + 1), (high // 2, wide // 2))
-    for side in half if min(high, wide) >= 64 else ((high + 1, wide + 2), (2 * high, 2 * wide)):
+    channels, *sides = shape
+    large = bool(sides) and min(sides) >= 64
+    fewer = [tuple(side // 2 + 1 for side in sides), tuple(side // 2 for side in sides)]
+    more = [tuple(side + 1 + i for i, side in enumerate(sides)), tuple(2 * side for side in sides)]
+    for side in (fewer if large else more) if sides else ():
         try:
             with torch.no_grad():
                 copy.deepcopy(twin).train()(noise(twin, BATCHES[0], (channels, *side)))

@@ -17,6 +17,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Growth
 from nestling.nets.net import NestedNet, cut_state, follow
 from nestling.nets.ops import Select
+from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node, Plan
 from nestling.nets.settle import settle
 from nestling.nets.sketch import Sketch
@@ -165,7 +166,9 @@ def drawn(sketch: Sketch, growth: Growth, uneven: bool, net: str) -> tuple[Plan,
                 layers[made], origins[made] = copy.deepcopy(sketch.layers[node.name]), node.name
             if node is tail[0]:
                 weight: Any = sketch.layers[node.name].weight
-                layers[made].weight = nn.Parameter(weight.detach()[:, torch.tensor(live)], weight.requires_grad)
+                assert isinstance(node.op, Weighted)
+                some = node.op.reading(weight.detach(), torch.tensor(live))
+                layers[made].weight = nn.Parameter(some, weight.requires_grad)
             last = made
         heads.append(last)
     return Plan(net, tuple(nodes), tuple(heads), growth.sizes), layers, origins

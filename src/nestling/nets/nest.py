@@ -53,7 +53,8 @@ def nest(
 
 def check_shape(shape: Shape, net: str) -> None:
     given = shape if isinstance(shape, tuple | list) else ()
-    if len(given) != 3 or not all(type(side) is int and side > 0 for side in given):
+    if len(given) not in (1, 2, 3) or not all(type(side) is int and side > 0 for side in given):
         raise NestlingError(
-            f"{net}: found images of shape {shape!r}; expected (channels, height, width) in whole numbers, such as (3, 32, 32)"
+            f"{net}: found images of shape {shape!r}; expected (channels, height, width) in whole numbers, such as (3, 32, 32), "
+            "or (channels, length) of a sequence, or (channels,)"
         )

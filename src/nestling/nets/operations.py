@@ -15,15 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from nestling.nets.ops import OPS, Operation
+from nestling.nets.ops.groupnorm import ACROSS
+from nestling.nets.ops.weighted import Weighted
+
 CHANNELWISE: set[type[nn.Module]] = {
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
     nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Threshold, nn.Hardshrink,
     nn.Softshrink, nn.Tanhshrink, nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.ZeroPad1d, nn.ConstantPad1d,
     nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d,
     nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d,
     nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
 }  # fmt: skip
-NORMS: set[type[nn.Module]] = {nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d, nn.PReLU}
+# The layers with parameters, and the functions on given weights, that an operation reads.
+LAYERS: dict[Any, type[Operation]] = {getattr(nn, name): op for op in OPS.values() for name in op.modules}
+ON_WEIGHTS: dict[Any, type[Weighted]] = {
+    getattr(place, name): op
+    for op in OPS.values()
+    if issubclass(op, Weighted)
+    for name in op.functions
+    for place in (F, torch)
+    if hasattr(place, name)
+}
 
 Function = Callable[..., Any]
 POINTWISE: set[Function] = {
@@ -69,19 +83,17 @@ MIXING: dict[Any, str] = dict.fromkeys(
     MIXES,
 )
 
-ACROSS = (
-    "it normalises across channels, so that early channels would depend on later ones; use BatchNorm2d, or GroupNorm "
-    "with groups that lie inside stripes"
-)
 MOVES = "it moves channels to other places, so that stripes would be mixed"
 RANDOM = "it draws random numbers while running; only dropout may"
+CONVOLUTIONS = [name for op in OPS.values() for name in op.modules if name.startswith("Conv")]
+OTHERS = f"of convolutions only {', '.join(CONVOLUTIONS)} {'are' if len(CONVOLUTIONS) > 1 else 'is'} nested"
 REASONS: dict[Any, str] = {
     **dict.fromkeys((nn.LayerNorm, F.layer_norm, nn.LocalResponseNorm, F.local_response_norm, nn.RMSNorm), ACROSS),
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, F.pixel_shuffle, torch.permute), MOVES),
     **dict.fromkeys((torch.transpose, torch.flip, torch.roll, F.channel_shuffle), MOVES),
     **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
-    **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d), "of convolutions only Conv2d is nested"),
+    **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
     F.batch_norm: "batch norm is nested as the module BatchNorm2d, which owns its statistics, not as a function",
     F.group_norm: "group norm is nested as the module GroupNorm, which owns its parameters, not as a function",

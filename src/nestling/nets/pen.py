@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nestling.nets.operations import REASONS, Call, Reshape
-from nestling.nets.ops import BatchNorm, Cat, Conv, Flatten, GroupNorm, Linear, Module, Operation, PReLU, Select, Zip
+from nestling.errors import NestlingError
+from nestling.nets.operations import Call, Reshape
+from nestling.nets.ops import Cat, Flatten, Module, Operation, Select, Zip
+from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node
 from nestling.nets.sketch import Page
 from nestling.nets.trace import BATCHES, attribute, path_of
@@ -26,6 +28,13 @@ class Pen(Page):
         read, name = self.same(node), self.name(node)
         self.sketch.layers[name] = layer
         self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)))
+
+    def enter(self, node: fx.Node, op: Operation, reads: tuple[str, ...]) -> str:
+        """A node of which the operation says how wide and how large it is."""
+        read = [self.sketch.nodes[name] for name in reads]
+        made = self.put(Node(self.name(node), op, reads, (0,) * op.channels(read), op.size(read)))
+        self.names[node] = made
+        return made
 
     def pointwise(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """A function of one tensor and constants."""
@@ -46,9 +55,9 @@ class Pen(Page):
         widths = {self.channels(read) for read in reads}
         if one.dim() != other.dim() or len(widths - {1}) > 1:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
-        self.add(node, Node(self.name(node), Zip(function), reads, (0,) * max(widths), self.size(node)))
+        self.enter(node, Zip(function), reads)
 
-    def own(self, node: fx.Node, name: str, layer: nn.Module) -> str:
+    def own(self, node: fx.Node, name: str, layer: nn.Module, weighted: bool) -> str:
         """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
         mine = list(layer.parameters(recurse=False))
         for parameter in mine:
@@ -61,46 +70,41 @@ class Pen(Page):
             self.sketch.layers[name] = layer
             return ""
         sharer = first.pop()
-        whole = not first and isinstance(layer, nn.Conv2d | nn.Linear) and self.sketch.nodes[sharer].op.weighted
+        whole = not first and weighted and self.sketch.nodes[sharer].op.weighted
         if not whole or {*map(id, mine)} != {*map(id, self.sketch.layers[sharer].parameters(recurse=False))}:
             self.refuse(
                 node, "some of its parameters serve other places too; only whole convolutions and linear layers may"
             )
         return sharer
 
-    def conv(self, node: fx.Node, read: str, layer: Any) -> None:
+    def layer(self, node: fx.Node, read: str, layer: nn.Module, kind: type[Operation]) -> None:
+        """A layer with parameters, by the operation that knows it."""
         name = self.name(node)
-        shares = self.own(node, name, layer)
-        padding = layer.padding
-        if isinstance(padding, str):
-            total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-            if padding == "same" and any(t % 2 for t in total):
-                self.refuse(node, 'padding "same" with an even kernel pads one side more than the other')
-            padding = tuple(t // 2 if padding == "same" else 0 for t in total)
-        if layer.padding_mode != "zeros" and any(padding):
-            high, wide = padding
-            sides = (wide, wide, high, high)
-            pad = Call(F.pad, 0, (None, sides), {"mode": layer.padding_mode})
-            before, size = self.fresh(f"{name}_pad"), self.sketch.nodes[read].size
-            self.sketch.layers[before] = pad
-            size = (size[0] + 2 * high, size[1] + 2 * wide)
-            read = self.put(Node(before, Module(), (read,), (0,) * self.channels(read), size))
-            padding = (0, 0)
-        numbers = (layer.kernel_size, layer.stride, padding, layer.dilation)
-        op = Conv(*numbers, groups=layer.groups, bias=layer.bias is not None)
-        self.add(node, Node(name, op, (read,), (0,) * layer.out_channels, self.size(node), shares))
+        try:
+            first, op = kind.of(layer, self.sketch.nodes[read]).apart(layer)
+        except NestlingError as error:
+            self.refuse(node, str(error))
+        if not op.weighted:
+            self.same(node)
+        shares = self.own(node, name, layer, op.weighted)
+        if first is not None:
+            read = self.before(f"{name}_pad", read, first)
+        channels, size = self.values[node].shape[op.axis], self.size(node)
+        if op.size([self.sketch.nodes[read]]) != size:
+            self.refuse(node, f"it gives images of {size}, expected {op.size([self.sketch.nodes[read]])}")
+        self.add(node, Node(name, op, (read,), (0,) * channels, size, shares))
 
-    def linear(self, node: fx.Node, read: str, layer: Any) -> None:
-        name = self.name(node)
-        if self.values[node].dim() != 2:
-            self.refuse(node, "it reads the last dimension of an image, not its channels; flatten or pool before it")
-        op, shares = Linear(bias=layer.bias is not None), self.own(node, name, layer)
-        self.add(node, Node(name, op, (read,), (0,) * layer.out_features, (), shares))
+    def before(self, name: str, read: str, module: nn.Module) -> str:
+        """A module between a layer and what it reads."""
+        node = self.sketch.nodes[read]
+        size = module(torch.empty(1, *node.shape(node.channels), device="meta")).shape[2:]
+        made = Node(self.fresh(name), Module(), (read,), node.births, tuple(size))
+        self.sketch.layers[made.name] = module
+        return self.put(made)
 
-    def functional(self, node: fx.Node, function: Callable[..., Any]) -> None:
-        """F.conv2d and F.linear on parameters of the module, as the layer they stand for."""
-        words = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        given = self.given(node, *words)
+    def functional(self, node: fx.Node, kind: type[Weighted]) -> None:
+        """A function on parameters of the module, as the layer it stands for."""
+        given = self.given(node, "input", "weight", "bias", *kind.words)
         weight, bias = given.get("weight"), given.get("bias")
         for tensor in (weight, bias):
             if isinstance(tensor, fx.Node) and tensor.op != "get_attr":
@@ -109,13 +113,7 @@ class Pen(Page):
         held = attribute(self.module, str(weight.target))
         if not isinstance(held, nn.Parameter):
             self.refuse(node, f"its weight {weight.target} is no parameter of the module")
-        if function is F.linear:
-            layer: Any = nn.Linear(held.shape[1], held.shape[0], bias=bias is not None, device="meta")
-        else:
-            options = {key: given[key] for key in words[3:] if key in given}
-            width = held.shape[1] * options.get("groups", 1)
-            kernel = (held.shape[2], held.shape[3])
-            layer = nn.Conv2d(width, held.shape[0], kernel, bias=bias is not None, device="meta", **options)
+        layer = kind.torch_layer(held, bias is not None, {word: given[word] for word in kind.words if word in given})
         layer.weight = held
         if isinstance(bias, fx.Node):
             layer.bias = attribute(self.module, str(bias.target))
@@ -126,33 +124,7 @@ class Pen(Page):
             self.refuse(node, "it does not read a tensor that was computed from the image")
         if holder:  # the functional form on a module's own weight goes by that module's name
             node.op, node.target = "call_module", holder
-        (self.linear if function is F.linear else self.conv)(node, read, layer)
-
-    def norm(self, node: fx.Node, layer: Any) -> None:
-        read, name = self.same(node), self.name(node)
-        births, size = (0,) * self.channels(read), self.size(node)
-        original = self.module.get_submodule(str(node.target))
-        if isinstance(layer, nn.PReLU):
-            made: Operation = PReLU()
-        elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-            if len(size) not in (0, 2):
-                self.refuse(
-                    node, f"it normalises sequences of shape {(len(births), *size)}; only images and vectors are nested"
-                )
-            if layer.num_features != len(births):
-                self.refuse(node, f"it normalises {layer.num_features} channels but reads {len(births)}")
-            if layer.momentum is None or not layer.track_running_stats:
-                self.refuse(node, "batch norm needs running statistics with a momentum")
-            made = BatchNorm(layer.eps, layer.momentum, layer.affine)
-        else:  # instance norm is group norm with a group for every channel
-            if getattr(layer, "track_running_stats", False):
-                self.refuse(node, "instance norm with running statistics is not nested")
-            groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else len(births)
-            if groups == 1 and len(births) > 1:
-                self.refuse(node, REASONS[nn.LayerNorm])
-            made = GroupNorm(groups, layer.eps, layer.affine)
-        self.own(node, name, original)
-        self.add(node, Node(name, made, (read,), births, size))
+        self.layer(node, read, layer, kind)
 
     def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:
         """Dropout as a function says by itself whether it drops: with the module's mode, always or never."""
@@ -187,7 +159,7 @@ class Pen(Page):
         if shape == old:
             self.names[node] = read
         elif len(shape) == 2 and shape[0] == BATCHES[0]:
-            self.add(node, Node(self.name(node), Flatten(), (read,), (0,) * shape[1], ()))
+            self.enter(node, Flatten(), (read,))
         elif shape[:2] == old[:2]:
             self.map(node, Reshape(shape[2:]))
         else:
@@ -210,12 +182,10 @@ class Pen(Page):
             if name in reads:  # a plan reads each tensor once: take a copy
                 name = self.take(node, name, tuple(range(self.channels(name))))
             reads.append(name)
-        width = sum(map(self.channels, reads))
-        self.add(node, Node(self.name(node), Cat(), tuple(reads), (0,) * width, self.size(node)))
+        self.enter(node, Cat(), tuple(reads))
 
     def take(self, node: fx.Node, read: str, source: tuple[int, ...]) -> str:
-        size = self.sketch.nodes[read].size
-        return self.put(Node(self.name(node), Select(source), (read,), (0,) * len(source), size))
+        return self.enter(node, Select(source), (read,))
 
     def split(self, node: fx.Node) -> None:
         read = self.read_of(node)

@@ -20,9 +20,10 @@ from nestling.nets.operations import (
     DROPOUTS,
     IN_PLACE,
     JOINS,
+    LAYERS,
     METHODS,
     MIXING,
-    NORMS,
+    ON_WEIGHTS,
     POINTWISE,
     REASONS,
     REDUCTIONS,
@@ -102,12 +103,8 @@ class Reader(Pen):
 
     def draw_module(self, node: fx.Node, layer: nn.Module) -> None:
         kind = type(layer)
-        if kind is nn.Conv2d:
-            self.conv(node, self.read_of(node), layer)
-        elif kind is nn.Linear:
-            self.linear(node, self.read_of(node), layer)
-        elif kind in NORMS:
-            self.norm(node, layer)
+        if kind in LAYERS:
+            self.layer(node, self.read_of(node), layer, LAYERS[kind])
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
         elif kind is nn.Identity:
@@ -146,8 +143,8 @@ class Reader(Pen):
         elif base in MIXING:
             self.pointwise(node, base)
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
-        elif base in (F.conv2d, torch.conv2d, F.linear):
-            self.functional(node, base)
+        elif base in ON_WEIGHTS:
+            self.functional(node, ON_WEIGHTS[base])
         elif base is F.pad:
             self.pad(node)
         elif base is torch.zeros_like:

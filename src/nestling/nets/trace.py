@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from nestling.errors import NestlingError
 from nestling.nets.operations import spelled
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]  # of one image, or of whatever has its channels first
 BATCHES = (2, 3)
 
 

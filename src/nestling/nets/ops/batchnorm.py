@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.errors import NestlingError
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation, Size
 
@@ -23,8 +24,19 @@ class BatchNorm(Operation):
     affine: bool = True
 
     kind: ClassVar[str] = "batchnorm"
+    modules: ClassVar[tuple[str, ...]] = ("BatchNorm1d", "BatchNorm2d")
     layered: ClassVar[bool] = True
     tail: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        if len(read.size) not in ((2,) if type(layer).__name__ == "BatchNorm2d" else (0, 1)):
+            raise NestlingError(f"it does not normalise tensors of shape (N, {read.channels}, *{read.size})")
+        if layer.num_features != read.channels:
+            raise NestlingError(f"it normalises {layer.num_features} channels but reads {read.channels}")
+        if layer.momentum is None or not layer.track_running_stats:
+            raise NestlingError("batch norm needs running statistics with a momentum")
+        return cls(layer.eps, layer.momentum, layer.affine)
 
     def params(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
         return (2 if self.affine else 0,) * node.channels

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.errors import NestlingError
 from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Size
+from nestling.nets.ops.operation import Operation, Size
 from nestling.nets.ops.weighted import Weighted
 
 if TYPE_CHECKING:
@@ -24,6 +25,40 @@ class Conv(Weighted):
     dilation: tuple[int, ...] = (1, 1)
 
     kind: ClassVar[str] = "conv"
+    modules: ClassVar[tuple[str, ...]] = ("Conv2d",)
+    functions: ClassVar[tuple[str, ...]] = ("conv2d",)
+    words: ClassVar[tuple[str, ...]] = ("stride", "padding", "dilation", "groups")
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        padding = layer.padding
+        if isinstance(padding, str):
+            total = [far * (kernel - 1) for far, kernel in zip(layer.dilation, layer.kernel_size, strict=True)]
+            if padding == "same" and any(t % 2 for t in total):
+                raise NestlingError('padding "same" with an even kernel pads one side more than the other')
+            padding = tuple(t // 2 if padding == "same" else 0 for t in total)
+        numbers = (layer.kernel_size, layer.stride, padding, layer.dilation)
+        return cls(*numbers, groups=layer.groups, bias=layer.bias is not None)
+
+    def apart(self, layer: Any) -> tuple[nn.Module | None, Operation]:
+        """Padding with anything but zeros is done before."""
+        if layer.padding_mode == "zeros" or not any(self.padding):
+            return None, self
+        import torch.nn.functional as F
+
+        from nestling.nets.operations import Call
+
+        sides = tuple(pad for pad in reversed(self.padding) for _ in range(2))
+        pads = Call(F.pad, 0, (None, sides), {"mode": layer.padding_mode})
+        return pads, replace(self, padding=(0,) * len(self.padding))
+
+    @classmethod
+    def torch_layer(cls, weight: Tensor, bias: bool, options: dict[str, Any]) -> nn.Module:
+        from torch import nn
+
+        width, kernel = weight.shape[1] * options.get("groups", 1), tuple(weight.shape[2:])
+        made: nn.Module = getattr(nn, cls.modules[0])(width, len(weight), kernel, bias=bias, device="meta", **options)
+        return made
 
     def size(self, reads: Sequence[Node]) -> Size:
         numbers = zip(reads[0].size, self.kernel, self.stride, self.padding, self.dilation, strict=True)

@@ -16,38 +16,40 @@ from nestling.nets.operations import Call
 Steps = list[tuple[str, dict[str, Any]]]
 
 
-def pair(value: int | tuple[int, ...]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+def sides(module: nn.Module, value: int | tuple[int, ...]) -> list[int]:
+    """One number per side of what a pooling layer pools; its name says how many sides there are."""
+    return [value] * int(type(module).__name__[-2]) if isinstance(value, int) else list(value)
 
 
-def max_pool(module: nn.MaxPool2d) -> Steps:
+def max_pool(module: nn.MaxPool1d | nn.MaxPool2d) -> Steps:
     attributes = {
-        "kernel_shape": pair(module.kernel_size),
-        "strides": pair(module.stride),
-        "pads": pair(module.padding) * 2,
-        "dilations": pair(module.dilation),
+        "kernel_shape": sides(module, module.kernel_size),
+        "strides": sides(module, module.stride),
+        "pads": sides(module, module.padding) * 2,
+        "dilations": sides(module, module.dilation),
         "ceil_mode": int(module.ceil_mode),
     }
     return [("MaxPool", attributes)]
 
 
-def average_pool(module: nn.AvgPool2d) -> Steps | None:
-    if module.divisor_override is not None:
+def average_pool(module: nn.AvgPool1d | nn.AvgPool2d) -> Steps | None:
+    if getattr(module, "divisor_override", None) is not None:
         return None
     attributes = {
-        "kernel_shape": pair(module.kernel_size),
-        "strides": pair(module.stride),
-        "pads": pair(module.padding) * 2,
+        "kernel_shape": sides(module, module.kernel_size),
+        "strides": sides(module, module.stride),
+        "pads": sides(module, module.padding) * 2,
         "ceil_mode": int(module.ceil_mode),
         "count_include_pad": int(module.count_include_pad),
     }
     return [("AveragePool", attributes)]
 
 
-def global_pool(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d) -> Steps | None:
-    if module.output_size not in (1, (1, 1)):
+def global_pool(module: Any) -> Steps | None:
+    if set(sides(module, module.output_size)) != {1}:
         return None
-    return [("GlobalAveragePool" if isinstance(module, nn.AdaptiveAvgPool2d) else "GlobalMaxPool", {})]
+    average = isinstance(module, nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d)
+    return [("GlobalAveragePool" if average else "GlobalMaxPool", {})]
 
 
 FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
@@ -65,9 +67,13 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Sigmoid: lambda m: [("Sigmoid", {})],
     nn.Tanh: lambda m: [("Tanh", {})],
     nn.Softsign: lambda m: [("Softsign", {})],
+    nn.MaxPool1d: max_pool,
     nn.MaxPool2d: max_pool,
+    nn.AvgPool1d: average_pool,
     nn.AvgPool2d: average_pool,
+    nn.AdaptiveAvgPool1d: global_pool,
     nn.AdaptiveAvgPool2d: global_pool,
+    nn.AdaptiveMaxPool1d: global_pool,
     nn.AdaptiveMaxPool2d: global_pool,
 }
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from nestling.nets.plan import Node
 
 
+ACROSS = (
+    "it normalises across channels, so that early channels would depend on later ones; use BatchNorm2d, or GroupNorm "
+    "with groups that lie inside stripes"
+)
+
+
 @dataclass(frozen=True)
 class GroupNorm(Operation):
     groups: int
@@ -26,8 +32,19 @@ class GroupNorm(Operation):
     affine: bool = True
 
     kind: ClassVar[str] = "groupnorm"
+    modules: ClassVar[tuple[str, ...]] = ("GroupNorm", "InstanceNorm2d")
     layered: ClassVar[bool] = True
     tail: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        """Instance norm is group norm with a group for every channel."""
+        if getattr(layer, "track_running_stats", False):
+            raise NestlingError("instance norm with running statistics is not nested")
+        groups = getattr(layer, "num_groups", read.channels)
+        if groups == 1 and read.channels > 1:
+            raise NestlingError(ACROSS)
+        return cls(groups, layer.eps, layer.affine)
 
     def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
         super().check(plan, node, reads)

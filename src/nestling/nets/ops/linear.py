@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.operation import Operation
 from nestling.nets.ops.weighted import Weighted
 
 if TYPE_CHECKING:
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Linear(Weighted):
     kind: ClassVar[str] = "linear"
+    modules: ClassVar[tuple[str, ...]] = ("Linear",)
+    functions: ClassVar[tuple[str, ...]] = ("linear",)
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        if read.size:
+            raise NestlingError("it reads the last dimension of an image, not its channels; flatten or pool before it")
+        return cls(bias=layer.bias is not None)
+
+    @classmethod
+    def torch_layer(cls, weight: Tensor, bias: bool, options: dict[str, Any]) -> nn.Module:
+        from torch import nn
+
+        return nn.Linear(weight.shape[1], weight.shape[0], bias=bias, device="meta")
 
     @property
     def any_axis(self) -> bool:

@@ -33,11 +33,24 @@ class Operation:
     axis: int = field(default=1, kw_only=True)  # where the channels stand in what it gives; the batch is 0
 
     kind: ClassVar[str] = ""
+    modules: ClassVar[tuple[str, ...]] = ()  # the layers of torch.nn that do it
+    functions: ClassVar[tuple[str, ...]] = ()  # the functions of torch.nn.functional that do it with given weights
     weighted: ClassVar[bool] = False  # rows read many channels through a masked weight, and their births are a choice
     layered: ClassVar[bool] = False  # there is a module that holds its parameters
     joins: ClassVar[bool] = False  # it puts several tensors together
     tail: ClassVar[bool] = False  # it may follow a classifier
     given: ClassVar[bool] = False  # that module is somebody else's, handed over by name
+
+    # --- from torch -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        """What a layer of torch.nn does to what it reads. Where that cannot be nested, NestlingError says why."""
+        raise NotImplementedError
+
+    def apart(self, layer: Any) -> tuple[nn.Module | None, Operation]:
+        """What torch's layer does first that is no part of this operation, as a module of its own, and what is left."""
+        return None, self
 
     # --- what it gives --------------------------------------------------------------------------------------------
 

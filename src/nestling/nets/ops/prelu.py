@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PReLU(Operation):
     kind: ClassVar[str] = "prelu"
+    modules: ClassVar[tuple[str, ...]] = ("PReLU",)
     layered: ClassVar[bool] = True
     tail: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, layer: Any, read: Node) -> Operation:
+        return cls()
 
     def params(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
         return (1,) * node.channels

@@ -33,7 +33,17 @@ class Weighted(Operation):
     bias: bool = field(default=False, kw_only=True)
 
     weighted: ClassVar[bool] = True
+    words: ClassVar[tuple[str, ...]] = ()  # the arguments of its function that follow input, weight and bias
     layered: ClassVar[bool] = True
+
+    @classmethod
+    def torch_layer(cls, weight: Tensor, bias: bool, options: dict[str, Any]) -> nn.Module:
+        """The layer of torch.nn, still without weights, that its function on such a weight stands for."""
+        raise NotImplementedError
+
+    def reading(self, weight: Tensor, inputs: Tensor) -> Tensor:
+        """Of the weight of torch's layer, what reads these input channels."""
+        return weight[:, inputs]
 
     # --- groups ---------------------------------------------------------------------------------------------------
 

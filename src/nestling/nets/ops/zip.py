@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation
+from nestling.nets.ops.operation import Channels, Operation, Size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,9 @@ class Zip(Operation):
 
     def channels(self, reads: Sequence[Node]) -> int:
         return max(read.channels for read in reads)
+
+    def size(self, reads: Sequence[Node]) -> Size:
+        return tuple(max(sides) for sides in zip(*(read.size for read in reads), strict=True))
 
     def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
         return tuple((row if read.channels > 1 else 0,) for read in reads)
