@@ -367,10 +367,18 @@ def test_stripes_that_are_no_numbers_are_refused(stripes: object) -> None:
         nest(plain(), "w", shape=IMAGE, stripes=stripes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [32, (3, 8.0, 8), (3, -1, 8), (3, 8), "388", (True, 8, 8)])
+@pytest.mark.parametrize("shape", [32, (3, 8.0, 8), (3, -1, 8), (3, 8, 8, 8), "388", (True, 8, 8)])
 def test_shapes_that_are_none_are_refused(shape: object) -> None:
     with pytest.raises(NestlingError, match="found images of shape"):
         nest(plain(), "w", shape=shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_batch_of_sequences_is_not_taken_for_one_image(batch: int) -> None:
+    """torch takes (2, 3, 8) for one image of 2 channels."""
+    module = nn.Sequential(nn.Conv2d(batch, 8, 1), nn.Flatten(), nn.Linear(24, 2))
+    with pytest.raises(NestlingError, match="cannot nest"):
+        nest(module, "w", shape=(3, 8), proof=False)
 
 
 def test_more_stages_than_channels_are_refused_at_once() -> None:

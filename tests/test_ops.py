@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge
@@ -128,6 +129,15 @@ def test_what_comes_out_is_as_large_as_planned(example: Example) -> None:
         assert values[node.name].shape == (3, *node.shape(node.channels)), node.name
     held = sum(int((bits != 0).expand_as(p).sum()) for p, bits in zip(net.parameters(), owners(net), strict=True))
     assert held == net.plan.params(2), "every parameter that some task owns is counted once"
+
+
+@pytest.mark.parametrize("example", CASES)
+def test_multiplications_are_those_that_torch_counts(example: Example) -> None:
+    """The whole form of a network does what the un-nested one does; torch counts two operations for each."""
+    net = network(example)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(images(example, 1))
+    assert counter.get_total_flops() == 2 * net.plan.dense()[1]
 
 
 def owners(net: NestedNet) -> list[Tensor]:

@@ -86,6 +86,10 @@ class Pen(Page):
             self.refuse(node, str(error))
         if not op.weighted:
             self.same(node)
+        elif isinstance(op, Weighted) and len(op.kernel) != len(self.sketch.nodes[read].size):
+            self.refuse(
+                node, f"it does not take tensors of shape (N, {self.channels(read)}, *{self.sketch.nodes[read].size})"
+            )
         shares = self.own(node, name, layer, op.weighted)
         if first is not None:
             read = self.before(f"{name}_pad", read, first)
