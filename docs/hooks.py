@@ -18,7 +18,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown += reference()
     if name == "files.md":
         markdown += tree()
-    return re.sub(r"\[([^\]]*)\]\(\.\./([^)]+)\)", r"\1 (`\2`)", markdown)  # the site holds docs/ alone
+    return re.sub(
+        r"\[([^\]]*)\]\((?:\.\./)+(results[^)]*|[a-z]+/[^)]*|[A-Z]+\.md)\)", r"\1 (`\2`)", markdown
+    )  # the site holds docs/ alone
 
 
 def reference() -> str:
