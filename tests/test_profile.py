@@ -23,7 +23,7 @@ import nestling
 from nestling import nets
 from nestling.commands import export, predict, profile, train
 from nestling.commands.cli import main
-from nestling.data import load
+from nestling.data import load, picture
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runs.evaluate import OUTPUTS
@@ -399,7 +399,7 @@ def test_spoilt_exif_spoils_no_picture(tmp_path: Path, good: bytes, spoilt: byte
     at = whole.index(b"MM\x00*")
     path.write_bytes(whole[:at] + whole[at:].replace(good, spoilt, 1))
     expected = seen if turned else HELD[6](seen)
-    np.testing.assert_array_equal(predict.read_picture(path, (3, 8, 8)).transpose(1, 2, 0), expected)
+    np.testing.assert_array_equal(picture.fitted(path, (3, 8, 8)).transpose(1, 2, 0), expected)
 
 
 @pytest.mark.parametrize("form", [["--json"], []])  # for programs, and for people
@@ -468,30 +468,28 @@ def test_only_files_of_formats_we_name_are_opened(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.png").write_bytes(POSTSCRIPT)
     os.mkfifo(tmp_path / "b.png")
     for name in ("a.png", "b.png"):
-        with pytest.raises(predict.NoPicture, match="cannot be read as a picture"):
-            predict.read_picture(tmp_path / name, (3, 8, 8))
+        with pytest.raises(picture.Unreadable):
+            picture.fitted(tmp_path / name, (3, 8, 8))
     assert not ran
 
 
 def test_a_small_file_with_many_pixels_is_refused_before_they_take_memory(tmp_path: Path) -> None:
-    from nestling.data import picture
-
     side = math.isqrt(picture.MOST_PIXELS) + 1
     Image.new("1", (side, side)).save(tmp_path / "bomb.png")
     Image.open(tmp_path / "bomb.png").convert("RGB").resize((8, 8)).save(tmp_path / "small.png")
     assert (tmp_path / "bomb.png").stat().st_size < 100_000
     tracemalloc.start()
-    with pytest.raises(predict.NoPicture, match=f"it has {side} x {side} pixels, more than 67,108,864; scale it down"):
-        predict.read_picture(tmp_path / "bomb.png", (3, 8, 8))
+    with pytest.raises(picture.Unreadable, match=f"it has {side} x {side} pixels, more than 67,108,864; scale it down"):
+        picture.fitted(tmp_path / "bomb.png", (3, 8, 8))
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert predict.read_picture(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
+    assert picture.fitted(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("form", ["png", "jpg", "bmp", "gif", "webp", "tif", "ppm"])
 def test_every_format_that_is_named_is_read(tmp_path: Path, form: str) -> None:
     Image.new("RGB", (16, 16), (200, 100, 50)).save(tmp_path / f"x.{form}")
-    found = predict.read_picture(tmp_path / f"x.{form}", (3, 8, 8)).reshape(3, -1).mean(axis=1)
+    found = picture.fitted(tmp_path / f"x.{form}", (3, 8, 8)).reshape(3, -1).mean(axis=1)
     np.testing.assert_allclose(found, (200, 100, 50), atol=4)
 
 

@@ -10,23 +10,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from nestling.errors import NestlingError
 from nestling.runs.device import pick_device
-from nestling.runtime.answer import Answer
 from nestling.runtime.runtime import Runtime
 
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 BAR = 24  # characters
-
-
-class NoPicture(NestlingError):
-    """A file that is no picture, or a broken one: the others can still be answered."""
 
 
 def command(
@@ -54,10 +47,11 @@ def command(
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
+    chosen = str(pick_device(device, "--device "))
     problems = {path: problem for path in paths if (problem := absent(path))}
     for problem in problems.values():  # before anything that takes time
         say(problem)
-    with Runtime(run, str(pick_device(device, "--device ")), engine, threads) as runtime:
+    with Runtime(run, chosen, engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
@@ -95,50 +89,20 @@ def say(problem: str) -> None:
     print(problem, file=sys.stderr, flush=True)
 
 
-def read_picture(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """A picture as uint8 (C,H,W): as it is where it has the network's size, else its middle, scaled."""
-    try:
-        from nestling.data.picture import Unreadable, centre, load_rgb
-    except ImportError as error:
-        raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
-    channels, height, width = shape
-    if height != width or channels not in (1, 3):
-        raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
-    try:
-        image = load_rgb(path, upright=True)
-    except Unreadable as error:
-        raise NoPicture(f"{path} cannot be read as a picture ({error})") from error
-    square = image if image.size == (width, height) else centre(image, height)
-    pixels = np.array(square).transpose(2, 0, 1)
-    if channels == 3:
-        return np.ascontiguousarray(pixels)
-    weights = np.array([0.299, 0.587, 0.114])[:, None, None]  # as Pillow turns colours into grey
-    grey: NDArray[np.uint8] = np.rint((pixels * weights).sum(axis=0, keepdims=True)).astype(np.uint8)
-    return grey
-
-
 def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]:
     """What every stage said in time, and the last of them; of a picture that cannot be read only the error, said at once."""
     try:
-        x = read_picture(path, runtime.spec.shape)
-    except NoPicture as error:
-        say(str(error))
-        return {"error": str(error)}
-    said = [to_dict(answer) for answer in runtime.answers(x, deadline=limit)]
+        from nestling.data.picture import Unreadable, fitted
+    except ImportError as error:
+        raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
+    try:
+        x = fitted(path, runtime.spec.shape)
+    except Unreadable as error:
+        problem = f"{path} cannot be read as a picture ({error})"
+        say(problem)
+        return {"error": problem}
+    said = [answer.to_dict() for answer in runtime.answers(x, deadline=limit)]
     return {"stages": said, "answer": said[-1] if said else None}
-
-
-def to_dict(answer: Answer) -> dict[str, Any]:
-    return {
-        "stage": answer.stage,
-        "size": answer.size,
-        "class": answer.name,
-        "label": answer.label,
-        "probability": answer.confidence,
-        "probabilities": [float(value) for value in answer.probabilities],
-        "ms": answer.elapsed * 1e3,
-        "final": answer.final,
-    }
 
 
 def show(result: dict[str, Any]) -> Group:

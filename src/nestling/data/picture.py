@@ -1,6 +1,6 @@
-"""One picture file as a square uint8 tensor: a random part of it for training, its middle for evaluation.
+"""One picture file as square uint8 pixels: a random part of it for training, its middle for evaluation and answers.
 
-Comes in: a path, a side length, and for training a seed. Goes out: (3,size,size) uint8, or Unreadable. The
+Comes in: a path, a side length or shape, and for training a seed. Goes out: (C,size,size) uint8, or Unreadable. The
 seed alone decides what is cut out, so it does not matter which process reads the file. A file is opened only as
 one of FORMATS, whatever it is called, and only up to MOST_PIXELS. Knows no data set.
 """
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from torch import Tensor
+
+from nestling.errors import NestlingError
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow knows more, and runs programs for some of them
 MOST_PIXELS = 2**26  # 67 million, a quarter of a gigabyte: a small file may hold far more
@@ -44,6 +47,22 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
         if chance.random() < 0.5:
             square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
+
+
+def fitted(path: Path | str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """The picture at path as a network takes it, uint8 (C,H,W): set upright; as it is where it has the network's size, else
+    its middle, scaled."""
+    channels, height, width = shape
+    if height != width or channels not in (1, 3):
+        raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
+    image = load_rgb(path, upright=True)
+    square = image if image.size == (width, height) else centre(image, height)
+    pixels = np.array(square).transpose(2, 0, 1)
+    if channels == 3:
+        return np.ascontiguousarray(pixels)
+    weights = np.array([0.299, 0.587, 0.114])[:, None, None]  # as Pillow turns colours into grey
+    grey: NDArray[np.uint8] = np.rint((pixels * weights).sum(axis=0, keepdims=True)).astype(np.uint8)
+    return grey
 
 
 def load_rgb(path: Path | str, upright: bool = False) -> Image.Image:

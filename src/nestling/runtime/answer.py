@@ -8,6 +8,7 @@ pickled for another process, where they cannot be refined. Knows nothing of how 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,19 @@ class Answer:
     def __reduce__(self) -> tuple[Callable[..., "Answer"], tuple[object, ...]]:
         """For pickling: everything but the way back to the runtime."""
         return elsewhere, (self.label, self.name, self.stage, self.size, self.elapsed, self.final, self.probabilities)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return {
+            "stage": self.stage,
+            "size": self.size,
+            "class": self.name,
+            "label": self.label,
+            "probability": self.confidence,
+            "probabilities": [float(value) for value in self.probabilities],
+            "ms": self.elapsed * 1e3,
+            "final": self.final,
+        }
 
     def refine(self, deadline: float | None = None) -> "Answer":
         """Go on for `deadline` more seconds (None: to the last stage) from the work already done. Never worse than this."""
