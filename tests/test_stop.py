@@ -17,7 +17,7 @@ from test_train_device import go_ahead
 from nestling.recipes.recipe import Recipe
 from nestling.runs.folder import RunDir
 from nestling.train import Training, train
-from nestling.train.stop import Stop, Stopped, on_signal
+from nestling.train.stop import Stopped, StopRequest, on_signal
 
 SETTINGS = ("train.epochs=8", "train.batch=32", "train.checkpoint_every=100")
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -101,7 +101,7 @@ def test_runs_side_by_side_stop_together(tmp_path: Path, whole: Path) -> None:
 def test_what_was_on_its_way_home_is_written_before_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the numbers of an epoch come while the next one runs."""
     go_ahead(monkeypatch, late=1000)
-    recipe, run, stop = digits(*SETTINGS, "train.compile=false"), RunDir.create(tmp_path / "run"), Stop()
+    recipe, run, stop = digits(*SETTINGS, "train.compile=false"), RunDir.create(tmp_path / "run"), StopRequest()
     run.write_recipe(recipe)
     training = Training(recipe, run, stop=stop)
     seen = []
@@ -115,7 +115,7 @@ def test_what_was_on_its_way_home_is_written_before_a_stop(tmp_path: Path, monke
 
 
 def test_a_stop_in_the_first_epoch_leaves_a_run_that_begins_again(tmp_path: Path) -> None:
-    recipe, run, stop = digits("train.epochs=1"), RunDir.create(tmp_path / "run"), Stop()
+    recipe, run, stop = digits("train.epochs=1"), RunDir.create(tmp_path / "run"), StopRequest()
     run.write_recipe(recipe)
     stop.number = signal.SIGTERM
     assert list(Training(recipe, run, stop=stop).epochs()) == [(0, 0)]

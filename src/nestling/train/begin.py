@@ -10,7 +10,7 @@ from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
 from nestling.train.capabilities import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
-from nestling.train.stop import Stop
+from nestling.train.stop import StopRequest
 
 
 def prepare(
@@ -22,7 +22,7 @@ def prepare(
     until: float = float("inf"),
     startup: Startup | None = None,
     beside: int = 1,
-    stop: Stop | None = None,
+    stop: StopRequest | None = None,
 ) -> Training | None:
     """A Training over its run folder, new or resumed, which it holds until it is released; None when the run is finished
     already."""
@@ -48,7 +48,7 @@ def begin(
     until: float,
     startup: Startup | None,
     beside: int,
-    stop: Stop | None,
+    stop: StopRequest | None,
 ) -> Training | None:
     """The same in a folder that nobody else writes."""
     main = main_rank()

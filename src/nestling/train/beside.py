@@ -24,7 +24,7 @@ from nestling.train import progress
 from nestling.train.begin import prepare
 from nestling.train.capabilities import OutOfMemory, more_queues
 from nestling.train.loop import Training
-from nestling.train.stop import Stop, on_signal
+from nestling.train.stop import StopRequest, on_signal
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def ready(
     data: dict[Any, DataSet],
     until: float,
     shown: "progress.Shown | progress.Lines",
-    stop: Stop,
+    stop: StopRequest,
     beside: int,
     alone: bool,
 ) -> Training | None:

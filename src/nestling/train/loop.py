@@ -31,7 +31,7 @@ from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
-from nestling.train.stop import Stop
+from nestling.train.stop import StopRequest
 
 REMEDY = "Lower train.lr, set train.clip, or use strategy.name=osgd-norm."
 
@@ -46,12 +46,12 @@ class Training:
         data: DataSet | None = None,
         until: float = float("inf"),
         startup: Startup | None = None,
-        stop: Stop | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         """`until`: a moment of time.monotonic() after which to stop, with a checkpoint, at the end of an epoch.
         `stop`: once asked, stops after the step, with a checkpoint of the last whole epoch."""
         self.recipe, self.run, self.until, self.startup = recipe, run, until, startup or Startup()
-        self.stop = stop or Stop()
+        self.stop = stop or StopRequest()
         with self.startup.step("device"):
             self.device = pick_device(recipe.train.device)
         self.able = recipe  # as this device can carry it out

@@ -1,6 +1,6 @@
 """Signals that ask a training to stop: Ctrl-C, and the SIGTERM of a machine taken back or a job whose time is up.
 
-In: signals, while `on_signal` lasts. Out: `Stop.asked`, which a training looks at after every step, and `Stopped`, which
+In: signals, while `on_signal` lasts. Out: `StopRequest.asked`, which a training looks at after every step, and `Stopped`, which
 ends the command with one line and the exit code that shells expect. It does not know what there is to save.
 """
 
@@ -27,7 +27,7 @@ class Stopped(KeyboardInterrupt):
         return self.message
 
 
-class Stop:
+class StopRequest:
     """Whether a signal has asked to stop. While `waits`, it is for the training to notice; else it is raised at once."""
 
     def __init__(self, ctrl_c: CtrlC | None = None) -> None:
@@ -55,10 +55,10 @@ class Stop:
 
 
 @contextmanager
-def on_signal() -> Iterator[Stop]:
+def on_signal() -> Iterator[StopRequest]:
     """While it lasts, SIGINT and SIGTERM ask to stop; a second Ctrl-C does not wait. Only a main thread hears signals."""
     heard = signal.getsignal(signal.SIGINT)
-    stop = Stop(heard if isinstance(heard, CtrlC) else None)
+    stop = StopRequest(heard if isinstance(heard, CtrlC) else None)
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in USUAL}
     taken = {
