@@ -16,6 +16,7 @@ from nestling.export.graph import write_stage
 from nestling.export.torchstage import TorchStage
 from nestling.nets import NestedNet
 from nestling.nets.draft import Draft
+from nestling.nets.nest import nest
 from nestling.nets.ops import (
     OPS,
     BatchNorm,
@@ -32,6 +33,7 @@ from nestling.nets.ops import (
     Select,
     Zip,
 )
+from nestling.nets.ops.conv1d import Conv1d
 from nestling.nets.within import can_live_within, within
 
 BIRTHS = (1, 1, 2, 2)
@@ -49,6 +51,11 @@ class Example:
 
 def behind_a_stem(op: Operation, *births: int) -> Callable[[Draft], str]:
     return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", BIRTHS)], births or None)
+
+
+def behind_a_sequence(op: Operation, *births: int) -> Callable[[Draft], str]:
+    stem = Conv1d((3,), padding=(1,))
+    return lambda draft: draft.draw("it", op, [draft.draw("stem", stem, ["input"], BIRTHS)], births)
 
 
 def of_two(op: Operation) -> Callable[[Draft], str]:
@@ -72,6 +79,10 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(behind_a_stem(Conv((3, 3), padding=(1, 1), groups=4), *BIRTHS)),
         Example(behind_a_stem(Conv((1, 1), groups=2, bias=True), 1, 1, 1, 2, 2, 2)),
         Example(behind_a_stem(Conv((3, 3)), 2, 1, 2, 1)),  # births that are not sorted
+    ],
+    "conv1d": [
+        Example(behind_a_sequence(Conv1d((3,), (2,), (1,), (2,), bias=True), 1, 1, 2), (3, 12)),
+        Example(behind_a_sequence(Conv1d((2,), groups=4), *BIRTHS), (3, 12)),
     ],
     "linear": [Example(mlp)],
     "batchnorm": [Example(behind_a_stem(BatchNorm(1e-3, 0.2))), Example(behind_a_stem(BatchNorm(affine=False)))],
@@ -272,3 +283,47 @@ def test_one_layer_in_two_places_freezes_whole() -> None:
     nodes = tuple(replace(node, shares="one") if node.name == "two" else node for node in plan.nodes)
     net = NestedNet(replace(plan, nodes=nodes)).reset(torch.Generator().manual_seed(0)).eval()
     frozen_agrees(net, torch.randn(2, *IMAGE))
+
+
+# --- Conv1d -------------------------------------------------------------------------------------------------------
+
+
+def test_conv1d_counted_by_hand() -> None:
+    """Of length 12: 4 channels of 3 x 3 weights at 12 places, then kernel 5 and stride 2 at 4 places over 2 and 4 channels."""
+    draft = Draft("sequence", (3, 12))
+    stem = draft.draw("stem", Conv1d((3,), padding=(1,)), ["input"], BIRTHS)
+    it = draft.draw("it", Conv1d((5,), (2,), bias=True), [stem], (1, 2))
+    plan = draft.finish([draft.head(stage, it, 3) for stage in (1, 2)], ("s", "l"))
+    stem_node, node = plan.by_name["stem"], plan.by_name["it"]
+    assert stem_node.size == (12,) and node.size == (4,)
+    assert [plan.row_macs(stem_node, row) for row in range(4)] == [3 * 3 * 12] * 4
+    assert [plan.row_macs(node, row) for row in range(2)] == [2 * 5 * 4, 4 * 5 * 4]
+    assert [plan.row_params(node, row) for row in range(2)] == [2 * 5 + 1, 4 * 5 + 1]
+
+
+class Sequences(nn.Module):
+    """Layers and functions on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv1d(3, 8, 5, padding=2), nn.BatchNorm1d(8)
+        self.deep = nn.Conv1d(8, 8, 3, padding=1, padding_mode="circular", groups=4, bias=False)
+        self.weight = nn.Parameter(torch.randn(8, 8, 3) / 5)
+        self.pool, self.head = nn.AdaptiveAvgPool1d(1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.relu(self.norm(self.stem(x)))
+        x = x + nn.functional.conv1d(self.deep(x), self.weight, stride=1, padding=1)
+        out: Tensor = self.head(self.pool(x).flatten(1))
+        return out
+
+
+def test_sequences_of_your_own_are_nested() -> None:
+    module = Sequences()
+    net = nest(module, "w", shape=(3, 16)).eval()
+    x = torch.randn(2, 3, 16)
+    close(nest(module, "", shape=(3, 16)).eval()(x)[0], module.eval()(x))
+    for stage, (answer, expected) in enumerate(zip(net.answers(x), net(x), strict=True), start=1):
+        close(answer, expected)
+        close(net.subnet(stage)(x), expected)
+    frozen_agrees(net, x)

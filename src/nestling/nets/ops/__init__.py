@@ -7,6 +7,7 @@ needs torch before something is computed.
 from nestling.nets.ops.batchnorm import BatchNorm
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.conv import Conv
+from nestling.nets.ops.conv1d import Conv1d
 from nestling.nets.ops.flatten import Flatten
 from nestling.nets.ops.groupnorm import GroupNorm
 from nestling.nets.ops.input import Input
@@ -40,6 +41,7 @@ __all__ = [
 OPS: dict[str, type[Operation]] = {
     "input": Input,
     "conv": Conv,
+    "conv1d": Conv1d,
     "linear": Linear,
     "batchnorm": BatchNorm,
     "groupnorm": GroupNorm,
