@@ -193,6 +193,18 @@ class Functional(nn.Module):
         return F.max_pool2d(F.dropout(self.stages(x), 0.0, training=self.training), 2)
 
 
+class Below(nn.Module):
+    """A layer below a module that has weights itself, which are used after it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(width, width, 3, 3) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.relu(self.first(x)), self.weight, None, 1, 1)
+
+
 def backbone(*middle: nn.Module, width: int = 8, out: int = 8, pixels: int = 16) -> nn.Sequential:
     """A stem, what is to be tried, and a classifier."""
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(out, 5)] if pixels == 1 else [
@@ -207,6 +219,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
         nn.Hardswish(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 1), nn.SiLU(inplace=True)
     ),
     "prelu of one slope and of many": lambda: backbone(nn.PReLU(), nn.Conv2d(8, 16, 1), nn.PReLU(16), out=16),
+    "layers below a layer": lambda: backbone(Below(8)),
     "grouped convolution": lambda: backbone(nn.Conv2d(8, 16, 3, groups=4, dilation=2), nn.Conv2d(16, 8, 1)),
     "stripes inside one group": lambda: backbone(nn.Conv2d(8, 16, 3, groups=2), nn.ReLU(), out=16),
     "depthwise with a multiplier": lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 8, 1), nn.ReLU()),

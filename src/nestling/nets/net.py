@@ -26,7 +26,11 @@ def attach(root: nn.Module, path: str, layer: nn.Module | None) -> None:
         if not hasattr(root, parent):
             root.add_module(parent, nn.Module())
         root = getattr(root, parent)
+    before = getattr(root, last, None)
     root.add_module(last, layer)
+    if layer is not None and isinstance(before, nn.Module):  # a module that has layers below it and is one itself
+        for name, child in before.named_children():
+            layer.add_module(name, child)
 
 
 class NestedNet(nn.Module):
@@ -115,7 +119,7 @@ class NestedNet(nn.Module):
             if not node.op.layered or node.shares:
                 continue
             bits = torch.tensor(self.plan.owners[node.name])
-            for name, parameter in self.layer(node.name).named_parameters():
+            for name, parameter in self.layer(node.name).named_parameters(recurse=node.op.given):
                 owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if parameter.numel() > 1 else bits[:1]
                 mask = getattr(self.layer(node.name), "mask", None)
                 if name == "weight" and mask is not None:

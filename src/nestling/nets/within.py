@@ -53,7 +53,7 @@ def within(net: NestedNet, stage: int) -> NestedNet:
             continue
         mine, theirs, drawn = small.layer(node.name), net.layer(node.name), net.plan.by_name[node.name]
         rows, columns = as_index(kept[node.name]), as_index(kept[drawn.reads[0]])
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in theirs.named_parameters(recurse=False):
             setattr(mine, name, nn.Parameter(parameter.detach()[node.op.box(name, rows, columns)]))
         if not node.op.weighted:
             share_statistics(mine, theirs, rows, owner=stage == keeper(net.plan, drawn))
@@ -62,7 +62,7 @@ def within(net: NestedNet, stage: int) -> NestedNet:
 
 def share_statistics(mine: nn.Module, theirs: nn.Module, rows: slice | Tensor, owner: bool) -> None:
     """All stages see the same statistics; only one of them keeps count."""
-    for name, buffer in theirs.named_buffers():
+    for name, buffer in theirs.named_buffers(recurse=False):
         if isinstance(buffer, Tensor) and buffer.dim():
             setattr(mine, name, buffer[rows])
     if not owner:
@@ -76,7 +76,7 @@ def boxes(net: NestedNet, stage: int) -> dict[str, tuple[slice, ...]]:
     for node in net.plan.nodes:
         if node.op.layered and kept[node.name]:
             rows, columns = as_index(kept[node.name]), as_index(kept[node.reads[0]])
-            for name, _ in net.layer(node.name).named_parameters():
+            for name, _ in net.layer(node.name).named_parameters(recurse=False):
                 found[f"{node.name}.{name}"] = node.op.box(name, rows, columns)
     return found
 
