@@ -3,6 +3,7 @@ subnetworks agree with the whole, nothing of a later stage is read by an earlier
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from nestling.nets.ops import (
     Conv,
     Flatten,
     GroupNorm,
+    Input,
     Linear,
     Map,
     Mean,
@@ -34,7 +36,12 @@ from nestling.nets.ops import (
     Zip,
 )
 from nestling.nets.ops.conv1d import Conv1d
+from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
+from nestling.nets.plan import Node
 from nestling.nets.within import can_live_within, within
+from nestling.runtime.portable import Portable
+from nestling.runtime.runtime import bare_spec
+from nestling.runtime.verified import export_net
 
 BIRTHS = (1, 1, 2, 2)
 IMAGE = (3, 6, 6)
@@ -83,6 +90,12 @@ EXAMPLES: dict[str, list[Example]] = {
     "conv1d": [
         Example(behind_a_sequence(Conv1d((3,), (2,), (1,), (2,), bias=True), 1, 1, 2), (3, 12)),
         Example(behind_a_sequence(Conv1d((2,), groups=4), *BIRTHS), (3, 12)),
+    ],
+    "convtranspose2d": [
+        Example(behind_a_stem(ConvTranspose2d((3, 2), (2, 1), (1, 0), (1, 0), (1, 2), bias=True), 1, 1, 2)),
+        Example(behind_a_stem(ConvTranspose2d((2, 2), (2, 2), groups=4), *BIRTHS)),
+        Example(behind_a_stem(ConvTranspose2d((3, 3), groups=2, bias=True), 1, 1, 1, 2, 2, 2)),
+        Example(behind_a_stem(ConvTranspose2d((3, 3)), 2, 1, 2, 1)),
     ],
     "linear": [Example(mlp)],
     "batchnorm": [Example(behind_a_stem(BatchNorm(1e-3, 0.2))), Example(behind_a_stem(BatchNorm(affine=False)))],
@@ -327,3 +340,68 @@ def test_sequences_of_your_own_are_nested() -> None:
         close(answer, expected)
         close(net.subnet(stage)(x), expected)
     frozen_agrees(net, x)
+
+
+# --- ConvTranspose2d ----------------------------------------------------------------------------------------------
+
+
+def test_transposed_convolution_counted_by_hand() -> None:
+    """Of 6 x 6 pixels, each meets the 3 x 3 weights of every channel read once; 2 * 5 - 2 + 2 + 1 + 1 pixels come out."""
+    draft = Draft("decoder", IMAGE)
+    stem = draft.conv("stem", "input", BIRTHS)
+    it = draft.draw("it", ConvTranspose2d((3, 3), (2, 2), (1, 1), (1, 1), bias=True), [stem], (1, 2))
+    plan = draft.finish([draft.head(stage, it, 3) for stage in (1, 2)], ("s", "l"))
+    node = plan.by_name["it"]
+    assert node.size == (12, 12)
+    assert [plan.row_macs(node, row) for row in range(2)] == [2 * 9 * 36, 4 * 9 * 36]
+    assert [plan.row_params(node, row) for row in range(2)] == [2 * 9 + 1, 4 * 9 + 1]
+
+
+def test_a_transposed_convolution_starts_with_the_variance_of_he() -> None:
+    births = (1,) * 64
+    op = ConvTranspose2d((4, 4), (2, 2), (1, 1))
+    layer = op.layer(Node("it", op, ("x",), births, (32, 32)), [Node("x", Input(), (), births, (16, 16))])
+    y = layer(torch.randn(4, 64, 16, 16)).detach()
+    assert float(y.var()) == pytest.approx(2.0, rel=0.1), "two for one: a ReLU before it would halve what it reads"
+
+
+class Decoder(nn.Module):
+    """Smaller and larger again, by a layer and by a function; one class for every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8)
+        self.up = nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, output_padding=1, groups=2, bias=False)
+        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
+        self.answer = nn.ConvTranspose2d(8, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.up(torch.relu(self.down(x))))
+        x = torch.relu(nn.functional.conv_transpose2d(x, self.weight, None, 1, 1))
+        out: Tensor = self.answer(x)
+        return out
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_decoders_of_your_own_are_nested(pooled: bool) -> None:
+    module = nn.Sequential(Decoder(), nn.AdaptiveAvgPool2d(1), nn.Flatten()) if pooled else Decoder()
+    net = nest(module, "w", shape=(3, 8, 8)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    close(nest(module, "", shape=(3, 8, 8)).eval()(x)[0], module.eval()(x))
+    for stage, (answer, expected) in enumerate(zip(net.answers(x), net(x), strict=True), start=1):
+        close(answer, expected)
+        close(net.subnet(stage)(x), expected)
+    frozen_agrees(net, x)
+
+
+@torch.no_grad()
+def test_an_exported_decoder_answers(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    module = nn.Sequential(Decoder(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = nest(module, "w", shape=(3, 8, 8)).eval()
+    x = torch.randn(4, 3, 8, 8)
+    export_net(net, bare_spec(net), tmp_path / "decoder", x)
+    with Portable(tmp_path / "decoder") as runtime:
+        answers = list(runtime.answers(x[0].numpy()))
+    for answer, expected in zip(answers, net(x[:1]), strict=True):
+        close(torch.as_tensor(answer.probabilities).reshape(1, -1), expected.softmax(1))

@@ -8,6 +8,7 @@ from nestling.nets.ops.batchnorm import BatchNorm
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.conv1d import Conv1d
+from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
 from nestling.nets.ops.flatten import Flatten
 from nestling.nets.ops.groupnorm import GroupNorm
 from nestling.nets.ops.input import Input
@@ -42,6 +43,7 @@ OPS: dict[str, type[Operation]] = {
     "input": Input,
     "conv": Conv,
     "conv1d": Conv1d,
+    "convtranspose2d": ConvTranspose2d,
     "linear": Linear,
     "batchnorm": BatchNorm,
     "groupnorm": GroupNorm,
