@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from conftest import finding
 
 from nestling import __version__
 from nestling.__main__ import entry
@@ -211,7 +211,7 @@ def test_an_interrupt_ends_cleanly_with_130(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env=finding(tmp_path),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
@@ -225,9 +225,7 @@ def test_an_interrupt_ends_cleanly_with_130(tmp_path: Path) -> None:
 
 def test_a_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
     command = f'"{sys.executable}" -c "{START}" sample a | true'
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=finding(tmp_path))
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import finding
 from torch import Tensor
 from torch.nn import grad
 
@@ -57,7 +57,7 @@ def test_kernels_run_on_a_cpu_compute_what_they_should(script: str) -> None:
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        env=finding(HERE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "comparisons held" in ran.stdout

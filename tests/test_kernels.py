@@ -1,12 +1,12 @@
 """The GPU's kernels: interpreted here, compiled for real where there is a GPU."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import finding
 from test_gradients import NETS, assert_same, batch, gradients, losses_of, make
 
 from nestling.gradients import Accumulator, kernels
@@ -23,7 +23,7 @@ def test_kernels_agree_with_the_plain_versions_under_the_interpreter() -> None:
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE)},
+        env=finding(HERE, TRITON_INTERPRET="1"),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "comparisons held" in ran.stdout

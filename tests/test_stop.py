@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import finding
 from test_train import digits, untimed, wait_for_log, weights
 from test_train_device import go_ahead
 
@@ -83,7 +84,7 @@ except Stopped as stop:
 
 def test_runs_side_by_side_stop_together(tmp_path: Path, whole: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a", "b")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = finding(Path(__file__).parent)
     command = [sys.executable, "-c", BESIDE, *paths]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     wait_for_log(tmp_path / "b" / "log.jsonl", 2, process)  # type: ignore[arg-type]
