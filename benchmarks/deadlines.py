@@ -120,7 +120,7 @@ class Subject:
             self.images, labels = found["images"], found["labels"]
         said: list[list[NDArray[Any]]] = [[] for _ in self.runtime.spec.sizes]
         for start in range(0, len(labels), TOGETHER):
-            for stage, answers in enumerate(self.runtime.answers(self.images[start : start + TOGETHER])):
+            for stage, answers in enumerate(self.runtime.answers_batch(self.images[start : start + TOGETHER])):
                 said[stage].append(np.array([answer.label for answer in answers]))
         right = [np.concatenate(each) == labels for each in said]
         self.wrong = 1.0 - np.vstack([labels == int(self.runtime.prior.argmax()), right])
@@ -187,9 +187,9 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
             elif turn < TIMERS + PROFILED:
                 trace.append(runtime.timeline(image))
             else:
-                known = Known(runtime.margin.looks(limit), runtime.pace.slowdown, len(trails))
+                known = Known(runtime._promise(0.01).timer.looks(limit), runtime.pace.slowdown, len(trails))
                 began = time.monotonic()
-                answer = runtime.answer(image, limit)
+                answer = runtime.answer(image, deadline=limit)
                 late = time.monotonic() - began - limit
                 asked.append(Asked(int(order[len(asked)]), limit, known, answer.stage, late))
     runtime.close()
@@ -392,21 +392,21 @@ def resident() -> float:
 
 
 def plain_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    answer = runtime.answer(images[chance.randrange(len(images))], full * chance.uniform(-0.1, 4))
+    answer = runtime.answer(images[chance.randrange(len(images))], deadline=full * chance.uniform(-0.1, 4))
     kept.append(answer)
     del kept[:-5]
 
 
 def refined_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
     if kept:
-        kept[-1] = chance.choice(kept).refine(full * chance.uniform(0, 4))
+        kept[-1] = chance.choice(kept).refine(deadline=full * chance.uniform(0, 4))
     else:
         plain_question(runtime, images, chance, full, kept)
 
 
 def cancelled_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    pending = runtime.submit(images[0])
-    timer = threading.Timer(full * chance.uniform(0, 2), pending.cancel)
+    pending = runtime.ask(images[0])
+    timer = threading.Timer(full * chance.uniform(0, 2), pending.stop)
     timer.start()
     pending.result()
     timer.join()
@@ -414,7 +414,7 @@ def cancelled_question(runtime: Any, images: NDArray[Any], chance: random.Random
 
 def batch_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
     n = chance.randrange(1, 9)
-    runtime.answer(images[:n], [full * chance.uniform(0, 8) for _ in range(n)])
+    runtime.answer_batch(images[:n], deadline=[full * chance.uniform(0, 8) for _ in range(n)])
 
 
 def loop_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:

@@ -35,12 +35,12 @@ with Runtime(options.run, device="cpu") as runtime:
         answer = answer.refine(deadline=budget - (time.monotonic() - began))
         late = max(late, time.monotonic() - began - budget)
         answered[answer.stage] += 1
-        right += answer.label == int(test.labels[number])
+        right += bool(answer) and answer.label == int(test.labels[number])
         if number % 20 == 0:
             print(
                 f"frame {number:4}  {budget * 1e3:6.2f} ms  stage {answer.stage}  {answer.name:10} {answer.confidence:.2f}"
             )
 
 for stage in range(runtime.spec.stages + 1):
-    print(f"{'stage ' + str(stage) if stage else 'the prior'} answered {answered[stage]} frames")
+    print(f"{'stage ' + str(stage) if stage else 'no stage'} answered {answered[stage]} frames")
 print(f"{100 * right / len(frames):.1f} % right; the latest answer came {late * 1e3:+.2f} ms after its budget")

@@ -380,7 +380,7 @@ def test_a_trained_network_is_exported_by_name(name: str, tmp_path: Path, monkey
     assert result["folder"] == f"{name}-export-onnx" and result["about"]["run"] == name
     card, sample = shelf.card(name), shelf.sample(name).test
     with Portable(result["folder"]) as runtime:
-        answers = runtime.answer(sample.pictures(torch.arange(100)).numpy())
+        answers = runtime.answer_batch(sample.pictures(torch.arange(100)).numpy())
     right = [answer.label == label for answer, label in zip(answers, sample.labels.tolist(), strict=False)]
     assert sum(right) > 85 and result["network"]["errors"] == [row["error"] for row in card["results"]["stages"]]
     with pytest.raises(NestlingError, match="calibrated on training images"):

@@ -52,11 +52,11 @@ def test_portable_and_runtime_answer_alike(exported: tuple[NestedNet, Path]) -> 
     net, folder = exported
     x = np.random.default_rng(0).normal(size=(5, 1, 8, 8)).astype(np.float32)
     with Portable(folder) as portable, Runtime(net, device="cpu") as runtime:
-        for mine, theirs in zip(portable.answers(x), runtime.answers(x), strict=True):
+        for mine, theirs in zip(portable.answers_batch(x), runtime.answers_batch(x), strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 assert (a.stage, a.size, a.final) == (b.stage, b.size, b.final)
                 np.testing.assert_allclose(a.probabilities, b.probabilities, atol=1e-6)
-        first = portable.answer(x[0], 0)
+        first = portable.answer(x[0], deadline=0)
         assert first.stage == 0 and first.refine().stage == 3
 
 
@@ -80,10 +80,10 @@ with Portable(sys.argv[1]) as runtime:
         time.sleep(limit)
         bare.append(time.monotonic() - began - limit)
         began = time.monotonic()
-        answer = runtime.answer(x, limit)
+        answer = runtime.answer(x, deadline=limit)
         late.append(time.monotonic() - began - limit)
         stages.append(answer.stage)
-    last = runtime.answer(x, 10.0)
+    last = runtime.answer(x, deadline=10.0)
 late.sort(), bare.sort()
 loaded = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "onnx", "safetensors"))
 print(json.dumps({"late": late, "bare": bare, "stages": stages, "last": last.stage, "loaded": loaded,

@@ -173,7 +173,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Nothing:
-    name, stages, row_bytes, most = "nothing", 2, 1, 0
+    name, stages, row_bytes, most, stops = "nothing", 2, 1, 0, True
 
     def start(self, x: Floats) -> None: ...
 
@@ -231,10 +231,10 @@ def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
     with Runtime(run, device="cpu") as runtime:
         runtime.worker.recent.trails.clear()
         image = np.zeros(runtime.spec.shape, np.float32)
-        runtime.answer(image, 10.0)
+        runtime.answer(image, deadline=10.0)
         for _ in range(50):
             runtime.timeline(image)  # measuring does not count
-        runtime.answer(np.stack([image, image]), 10.0)  # nor do batches
+        runtime.answer_batch(np.stack([image, image]), deadline=10.0)  # nor do batches
         [(done, ended, slowdown)] = runtime.worker.recent.trails
         assert len(done) == 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
         for _ in range(50):
@@ -288,7 +288,7 @@ def test_the_runtime_does_what_the_calibration_promised(run: Path) -> None:
 
         images = torch.cat([x for x, _ in load(DataRecipe(name="digits")).test.batches(100)])
         half = len(images) // 2
-        answers = runtime.answer(images[half:])
+        answers = runtime.answer_batch(images[half:])
         stops = np.bincount([answer.stage for answer in answers], minlength=4)[1:] / len(answers)
         np.testing.assert_allclose(stops, found.stopped, atol=0.02)
         wrong = np.mean([a.label != int(y) for a, y in zip(answers, tensors["labels"][half:], strict=True)])

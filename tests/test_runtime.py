@@ -3,6 +3,7 @@
 Times come from an engine whose stages last as long as they are told; what is computed is checked on real networks.
 """
 
+import asyncio
 import copy
 import ctypes
 import gc
@@ -32,11 +33,11 @@ from nestling.errors import NestlingError
 from nestling.export.spec import from_dict
 from nestling.nets import NETS, NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, prompt
+from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, inputs, prompt
 from nestling.runtime.answer import softmax
 from nestling.runtime.engine import Floats
 from nestling.runtime.mailbox import Mailbox
-from nestling.runtime.pace import Margin
+from nestling.runtime.promise import LATE, Margin, Promise
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -48,6 +49,7 @@ class Timed:
     name = "timed"
     row_bytes = 1000
     most = 0
+    stops = True
 
     def __init__(self, seconds: Sequence[float], classes: int = 5) -> None:
         self.seconds, self.classes = list(seconds), classes
@@ -105,7 +107,7 @@ def threads_of_ours() -> list[threading.Thread]:
 def test_the_best_stage_done_by_the_deadline_and_on_time(deadline: float | None, stage: int) -> None:
     runtime, _ = timed(0.2, 0.2, 0.2)
     with runtime:
-        answer = runtime.answer(image(), deadline)
+        answer = runtime.answer(image(), deadline=deadline)
         assert (answer.stage, answer.final) == (stage, stage == 3)
         assert answer.elapsed <= min(deadline or 5.0, 0.6) + SLACK
         assert answer.label == (stage or 2) and answer.name == ("abcde"[stage] if stage else "")
@@ -118,7 +120,7 @@ def test_the_best_stage_done_by_the_deadline_and_on_time(deadline: float | None,
 def test_zero_and_past_deadlines_answer_with_the_prior(deadline: float) -> None:
     runtime, engine = timed(0.01, 0.01)
     with runtime:
-        answer = runtime.answer(image(), deadline)
+        answer = runtime.answer(image(), deadline=deadline)
         assert (answer.stage, answer.label, answer.final) == (0, 2, False)
         np.testing.assert_allclose(answer.probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
         assert answer.elapsed < SLACK
@@ -129,9 +131,9 @@ def test_zero_and_past_deadlines_answer_with_the_prior(deadline: float) -> None:
 def test_refining_goes_on_where_the_answer_stopped() -> None:
     runtime, engine = timed(0.1, 0.1, 0.1, 0.1)
     with runtime:
-        first = runtime.answer(image(), 0.15)
+        first = runtime.answer(image(), deadline=0.15)
         time.sleep(0.15)  # the stage that was running may finish meanwhile
-        second = first.refine(0.12)
+        second = first.refine(deadline=0.12)
         last = second.refine()
         assert first.stage <= second.stage < last.stage == 4 and last.final
         assert last.refine() is last
@@ -143,24 +145,26 @@ def test_refining_misses_no_stage_however_fast_it_is() -> None:
     runtime, _ = timed(0.0, 0.0)
     with runtime:
         for _ in range(500):
-            prior = runtime.answer(image(), 0)
-            assert prior.stage == 0 and prior.refine(5.0).final
+            prior = runtime.answer(image(), deadline=0)
+            assert prior.stage == 0 and prior.refine(deadline=5.0).final
 
 
 def test_probabilities_are_worked_out_once_and_are_the_callers_own() -> None:
     runtime, _ = timed(0.0)
     with runtime:
-        for answer in (runtime.answer(image(), 0), runtime.answer(image(1.0))):
+        for answer in (runtime.answer(image(), deadline=0), runtime.answer(image(1.0))):
             assert answer.probabilities is answer.probabilities
             assert answer.label == answer.probabilities.argmax() and answer.confidence == answer.probabilities.max()
             answer.probabilities[:] = 0  # spoils nobody else's
-        np.testing.assert_allclose(runtime.answer(image(), 0).probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6)
+        np.testing.assert_allclose(
+            runtime.answer(image(), deadline=0).probabilities, (0.1, 0.2, 0.4, 0.2, 0.1), rtol=1e-6
+        )
 
 
 def test_an_answer_is_shown_in_short() -> None:
     runtime, _ = timed(0.001)
     with runtime:
-        shown = repr(runtime.answer(image(), 0.0))
+        shown = repr(runtime.answer(image(), deadline=0.0))
     assert re.fullmatch(
         r"Answer\(label=2, name='', confidence=0\.400, stage=0, size='', elapsed=\d\.\d{6}, final=False\)", shown
     )
@@ -176,10 +180,10 @@ def test_a_forecast_has_no_negative_zeros() -> None:
 def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() -> None:
     runtime, engine = timed(0.02, 0.2)
     with runtime:
-        first = runtime.answer(image(), 0.1)
+        first = runtime.ask(image(), deadline=0.1).result()
         assert first.stage == 1
         time.sleep(0.2 + SLACK)
-        second = first.refine(0)  # no more time, but it is done already
+        second = first.refine(deadline=0)  # no more time, but it is done already
         assert second.stage == 2 and second.final
         assert engine.begun == [1, 2]
 
@@ -187,10 +191,10 @@ def test_a_running_stage_finishes_for_a_later_refine_when_nobody_else_waits() ->
 def test_a_stage_whose_time_is_up_ends_when_somebody_comes() -> None:
     runtime, engine = timed(0.01, 2.0)
     with runtime:
-        first = runtime.answer(image(), 0.1)
+        first = runtime.ask(image(), deadline=0.1).result()
         assert first.stage == 1
         began = time.monotonic()
-        second = runtime.answer(image(), 0.5)
+        second = runtime.answer(image(), deadline=0.5)
         assert second.stage == 1 and time.monotonic() - began < 0.5 + SLACK
         assert engine.log == [(1, 1), (1, 1)] and engine.begun[:2] == [1, 2]
 
@@ -199,9 +203,9 @@ def test_a_stage_ends_once_its_caller_has_looked_when_others_want_the_processor(
     """Callers look a margin before the deadline; from then on the stage is for nobody."""
     runtime, engine = timed(0.02, 2.0, 0.01)
     with runtime:
-        runtime.margin.value = 0.05
+        runtime._promise(LATE).timer.value = 0.05
         runtime.pace._log_drag = 3.0  # as on a machine where stages take twenty times as long as the fastest ones
-        assert runtime.answer(image(), 0.5).stage == 1
+        assert runtime.ask(image(), deadline=0.5).result().stage == 1
         due = time.monotonic() + 0.5
         while runtime.worker.running is not None and time.monotonic() < due:
             time.sleep(0.005)
@@ -237,7 +241,7 @@ def test_stopping_the_loop_abandons_the_stage() -> None:
     with runtime:
         for _ in runtime.answers(image()):
             break
-        assert runtime.answer(image(), 1.0).stage == 1  # would be the prior if stage 2 still ran
+        assert runtime.answer(image(), deadline=1.0).stage == 1  # would be the prior if stage 2 still ran
     assert engine.log == [(1, 1), (1, 1)]
 
 
@@ -255,8 +259,186 @@ def test_the_timeline_is_when_each_stage_was_done() -> None:
     with runtime:
         first, second = runtime.timeline(image())
         assert 0.05 <= first < 0.05 + SLACK and 0.1 <= second - first < 0.1 + SLACK
-        with pytest.raises(NestlingError, match="of one image; found 2"):
+        with pytest.raises(NestlingError, match="found a batch"):
             runtime.timeline(np.stack([image()] * 2))
+
+
+# --- in the caller's thread ----------------------------------------------------------------------------------------
+
+
+class Where(Timed):
+    """Writes down which thread ran each stage."""
+
+    def __init__(self, seconds: Sequence[float], stops: bool = True) -> None:
+        super().__init__(seconds)
+        self.stops, self.ran = stops, list[str]()
+
+    def step(self, stage: int, state: tuple[int, Floats], stop: Stop) -> tuple[Floats, tuple[int, Floats]]:
+        self.ran.append(threading.current_thread().name)
+        return super().step(stage, state, stop)
+
+
+def where(*seconds: float, stops: bool = True, pace: Pace | None = None) -> tuple[Anytime, Where]:
+    engine = Where(seconds, stops)
+    spec = Spec("where", SHAPE, tuple("abcde"), tuple(f"s{i + 1}" for i in range(len(seconds))))
+    return Anytime(engine, spec, pace), engine
+
+
+def guards() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nestling-guard"]
+
+
+def test_who_asks_alone_runs_the_stages_itself() -> None:
+    runtime, engine = where(0.001, 0.001, pace=Pace([0.001, 0.001]))
+    mine = threading.current_thread().name
+    with runtime:
+        first = runtime.answer(image(), deadline=0.19)
+        assert first.final and engine.ran == [mine, mine]
+        for answer in (runtime.answer(image()), runtime.answer(image(), deadline=0).refine(), runtime.answer(image())):
+            assert answer.final
+        assert set(engine.ran) == {mine}
+
+
+def test_a_stage_that_may_overrun_is_stopped_at_the_deadline() -> None:
+    runtime, engine = where(0.01, 3.0, pace=Pace([0.01, 0.01]))  # stage 2 usually takes no time, they say
+    with runtime:
+        for _ in range(3):  # a surprise the first time, then it is known
+            began = time.monotonic()
+            assert runtime.answer(image(), deadline=0.3).stage == 1
+            assert time.monotonic() - began < 0.3 + SLACK
+        assert {*engine.ran} == {threading.current_thread().name}
+
+
+def test_a_stage_that_can_hardly_be_in_time_is_not_begun_and_the_answer_comes_at_once() -> None:
+    runtime, engine = where(0.01, 3.0, pace=Pace([0.01, 3.0]))
+    with runtime:
+        answer = runtime.answer(image(), deadline=1.0)
+        assert answer.stage == 1 and answer.elapsed < 0.5 and engine.begun == [1]
+
+
+def test_the_first_stage_is_always_tried() -> None:
+    runtime, engine = where(0.02, 0.02, pace=Pace([5.0, 5.0]))
+    with runtime:
+        assert runtime.answer(image(), deadline=0.3).stage == 1 and engine.begun == [1]
+
+
+def test_a_stage_that_cannot_be_stopped_is_left_to_the_workers_thread() -> None:
+    runtime, engine = where(0.01, 1.0, stops=False, pace=Pace([0.01, 0.17]))
+    with runtime:
+        began = time.monotonic()
+        assert runtime.answer(image(), deadline=0.19).stage == 1
+        assert time.monotonic() - began < 0.19 + SLACK
+    assert engine.ran == [threading.current_thread().name, "nestling-stages"]
+
+
+def test_be_soon_begins_what_is_likely_in_time_and_never_gives_it_up() -> None:
+    runtime, _ = where(0.01, 0.3, pace=Pace([0.01, 0.15]))
+    with runtime:
+        assert runtime.answer(image(), deadline=0.2, late=None).stage == 2  # late, but there
+        assert runtime.answer(image(), deadline=0.2, late=None).stage == 1  # now it knows better
+        for wrong in (0, 1, 2, -0.1, True, "soon", math.nan):
+            with pytest.raises(NestlingError, match="late="):
+                runtime.answer(image(), late=wrong)  # type: ignore[arg-type]
+
+
+def test_who_runs_stages_itself_takes_turns_with_those_who_come() -> None:
+    runtime, engine = where(0.1, 0.1, 0.1)
+    with runtime:
+        others: list[Answer] = []
+        thread = threading.Thread(target=lambda: others.append(runtime.answer(image())))
+        threading.Timer(0.05, thread.start).start()
+        assert runtime.answer(image()).final
+        thread.join()
+        assert others[0].final
+    assert [stage for stage, _ in engine.log] == [1, 1, 2, 2, 3, 3]
+
+
+def test_closing_while_a_caller_runs_stages_itself() -> None:
+    runtime, engine = where(0.05, 10.0)
+    closing = threading.Timer(0.3, runtime.close)
+    closing.start()
+    began = time.monotonic()
+    assert runtime.answer(image()).stage == 1 and time.monotonic() - began < 0.3 + SLACK
+    closing.join()
+    assert engine.closed and not threads_of_ours() and not guards()
+    with pytest.raises(NestlingError, match="closed"):
+        runtime.answer(image())
+
+
+@pytest.mark.parametrize("late", [0.01, 0.05])
+@pytest.mark.parametrize("load", [1.0, 3.0])
+def test_feedback_keeps_the_promise_whatever_the_load(late: float, load: float) -> None:
+    """A stage is begun while caution times its 90 % quantile fits; the deadline is such that it often just does not."""
+    chance, pace, promise = np.random.default_rng(0), Pace([1.0]), Promise(late)
+    was_late = []
+    for _ in range(6000):
+        takes, limit = load * float(chance.lognormal(0, 0.3)), load * float(chance.uniform(0.5, 5))
+        if pace.quantile(1, 0.9) * promise.caution.value > limit:
+            continue
+        pace.observe(1, takes)
+        was_late.append(takes > limit)
+        promise.caution.observe(takes > limit)
+    assert np.mean(was_late[len(was_late) // 2 :]) < 1.5 * late
+
+
+# --- any moment, any thread, coroutines -----------------------------------------------------------------------------
+
+
+def test_the_best_so_far_can_be_had_at_any_moment_from_any_thread() -> None:
+    runtime, _ = timed(0.1, 0.1, 30.0)
+    with runtime:
+        question, seen = runtime.ask(image()), list[Answer]()
+        assert not question.best() and question.best().stage == 0
+        for _ in range(20):
+            thread = threading.Thread(target=lambda: seen.append(question.best()))
+            thread.start()
+            thread.join()
+            time.sleep(0.02)
+        stages = [answer.stage for answer in seen]
+        assert stages == sorted(stages) and stages[0] == 0 and stages[-1] == 2
+        question.stop()
+        assert question.result().stage == 2 and not question.best().final
+        began = time.monotonic()
+        assert runtime.answer(image(), deadline=0.25).stage >= 1 and time.monotonic() - began < 1  # nobody in the way
+
+
+def test_coroutines_are_answered_without_a_thread_each() -> None:
+    runtime, _ = timed(0.01, 0.01, 5.0)
+
+    async def many() -> tuple[list[Answer], int, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.005)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        before = threading.active_count()
+        found = await asyncio.gather(*(runtime.answer_async(image(), deadline=0.8) for _ in range(20)))
+        ticking.cancel()
+        return found, threading.active_count() - before, ticks
+
+    with runtime:
+        found, threads, ticks = asyncio.run(many())
+        assert [answer.stage for answer in found] == [2] * 20 and max(a.elapsed for a in found) < 0.8 + SLACK
+        assert threads <= 0 and ticks > 20, "and the loop goes on meanwhile"
+        assert asyncio.run(runtime.answer_async(image(), confident=0.0)).final
+        assert not asyncio.run(runtime.answer_async(image(), deadline=0))
+
+
+def test_a_cancelled_coroutine_stops_the_work() -> None:
+    runtime, engine = timed(0.01, 30.0)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.answer_async(image()), 0.2)
+
+    with runtime:
+        asyncio.run(give_up())
+        assert runtime.answer(image(), deadline=0.3).stage == 1
+    assert engine.log == [(1, 1), (1, 1)]
 
 
 # --- many callers ------------------------------------------------------------------------------------------------
@@ -265,7 +447,7 @@ def test_the_timeline_is_when_each_stage_was_done() -> None:
 def test_everybody_gets_stage_1_before_anybody_gets_stage_2() -> None:
     runtime, engine = timed(0.03, 0.03, 0.03)
     with runtime:
-        pending = [runtime.submit(image(), 5.0) for _ in range(6)]
+        pending = [runtime.ask(image(), deadline=5.0) for _ in range(6)]
         answers = [each.result() for each in pending]
     assert all(answer.final for answer in answers)
     stages = [stage for stage, _ in engine.log]
@@ -275,7 +457,7 @@ def test_everybody_gets_stage_1_before_anybody_gets_stage_2() -> None:
 def test_a_stage_that_cannot_be_in_time_is_not_started_while_others_wait() -> None:
     runtime, engine = timed(0.05, 1.0, pace=Pace([0.05, 1.0]))
     with runtime:
-        pending = [runtime.submit(image(), limit) for limit in (0.6, 0.7, 0.8)]
+        pending = [runtime.ask(image(), deadline=limit) for limit in (0.6, 0.7, 0.8)]
         assert [each.result().stage for each in pending] == [1, 1, 1]
     # Stage 2 is begun only once nobody waits for a first stage, and never finishes.
     assert engine.begun[:3] == [1, 1, 1] and engine.log == [(1, 1)] * 3
@@ -285,7 +467,7 @@ def test_works_given_up_do_not_pile_up_while_there_is_always_other_work() -> Non
     runtime, _ = timed(0.001, 0.2, pace=Pace([0.001, 0.2]))
     with runtime:
         for _ in range(60):
-            pending = [runtime.submit(image(), 0.01) for _ in range(3)]
+            pending = [runtime.ask(image(), deadline=0.01) for _ in range(3)]
             assert len(runtime.worker.late) <= 6
             for each in pending:
                 each.result()
@@ -301,12 +483,12 @@ def test_eight_threads_with_mixed_deadlines_and_cancellations() -> None:
         try:
             for _ in range(40):
                 deadline = float(chance.uniform(-0.001, 0.02))
-                pending = runtime.submit(image(), deadline)
+                pending = runtime.ask(image(), deadline=deadline)
                 if chance.random() < 0.2:
-                    pending.cancel()
+                    pending.stop()
                 answer = pending.result()
                 if chance.random() < 0.3:
-                    answer = answer.refine(0.01)
+                    answer = answer.refine(deadline=0.01)
                 found.append(answer)
         except BaseException as error:
             problems.append(error)
@@ -324,8 +506,8 @@ def test_eight_threads_with_mixed_deadlines_and_cancellations() -> None:
 def test_cancelling_from_another_thread_returns_the_best_so_far_at_once() -> None:
     runtime, engine = timed(0.05, 30.0)
     with runtime:
-        pending = runtime.submit(image())
-        threading.Timer(0.3, pending.cancel).start()
+        pending = runtime.ask(image())
+        threading.Timer(0.3, pending.stop).start()
         began = time.monotonic()
         answer = pending.result()
         assert (answer.stage, answer.final) == (1, False) and time.monotonic() - began < 0.3 + 2 * SLACK
@@ -339,7 +521,7 @@ def test_a_batch_stops_early_only_for_those_whose_time_is_up() -> None:
     runtime, engine = timed(0.1, 0.1, 0.1)
     with runtime:
         x = np.stack([image(0.1 * i) for i in range(4)])
-        answers = runtime.answer(x, [0.15, 5.0, 0.0, 5.0])
+        answers = runtime.answer_batch(x, deadline=[0.15, 5.0, 0.0, 5.0])
         assert [answer.stage for answer in answers] == [1, 3, 0, 3]
         assert engine.log == [(1, 3), (2, 3), (3, 2)] or engine.log == [(1, 3), (2, 2), (3, 2)]
         refined = [answer.refine() for answer in answers]
@@ -355,7 +537,8 @@ def test_each_hands_every_image_over_by_its_own_deadline() -> None:
     with runtime:
         began = time.monotonic()
         seen = [
-            (i, time.monotonic() - began, a.stage) for i, a in runtime.each(np.stack([image()] * 3), [None, 0.0, 0.15])
+            (i, time.monotonic() - began, a.stage)
+            for i, a in runtime.each(np.stack([image()] * 3), deadline=[None, 0.0, 0.15])
         ]
     assert [i for i, _, _ in seen] == [1, 2, 0] and [s for _, _, s in seen] == [0, 1, 2]
     assert seen[0][1] < SLACK and seen[1][1] < 0.15 + SLACK
@@ -364,9 +547,53 @@ def test_each_hands_every_image_over_by_its_own_deadline() -> None:
 def test_a_large_batch_goes_in_parts() -> None:
     runtime, engine = timed(0.0, 0.0, memory=10_000)  # room for ten states
     with runtime:
-        answers = runtime.answer(np.zeros((25, *SHAPE), np.float32))
+        answers = runtime.answer_batch(np.zeros((25, *SHAPE), np.float32))
         assert len(answers) == 25 and all(answer.final for answer in answers)
     assert max(images for _, images in engine.log) == 10
+
+
+class Slow(Timed):
+    """So many seconds for every image of a batch."""
+
+    def step(self, stage: int, state: tuple[int, Floats], stop: Stop) -> tuple[Floats, tuple[int, Floats]]:
+        end = time.monotonic() + self.seconds[stage - 1] * len(state[1])
+        while time.monotonic() < end:
+            stop.check()
+            time.sleep(0.001)
+        seconds, self.seconds = self.seconds, [0.0] * self.stages
+        try:
+            return super().step(stage, state, stop)
+        finally:
+            self.seconds = seconds
+
+
+def test_as_many_images_of_a_batch_as_possible_get_an_answer() -> None:
+    engine = Slow([0.02, 0.02])
+    with Anytime(engine, Spec("slow", SHAPE, tuple("abcde"), ("s1", "s2")), Pace([0.02, 0.02])) as runtime:
+        answers = runtime.answer_batch(np.stack([image()] * 64), deadline=0.5)  # would take 1.3 seconds
+        answered = [index for index, answer in enumerate(answers) if answer]
+        assert len(answered) >= 12 and answered == list(range(len(answered))), "those who came first"
+        assert {answer.stage for answer in answers} == {0, 1}
+        assert answers[-1].refine().final
+
+
+def test_the_pixels_of_a_large_batch_are_looked_at_when_their_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "AT_ONCE", 1)
+    runtime, _ = timed(0.0, 0.0, memory=4000)
+    with runtime:
+        x = np.zeros((12, *SHAPE), np.float32)
+        x[9] = np.nan
+        with pytest.raises(NestlingError, match="image 9 has pixels that are not numbers"):
+            runtime.answer_batch(x)
+        assert len(runtime.answer_batch(x[:9])) == 9
+    spec = Spec("timed", SHAPE, tuple("abcde"), ("s1",), mean=(0.5,), std=(0.25,))
+    with Anytime(Timed([0.0]), spec) as runtime:
+        pixels = np.full((3, *SHAPE), 255, np.uint8)
+        answers = runtime.answer_batch(pixels)
+        pixels[:] = 0  # the caller's memory may be reused at once
+        np.testing.assert_allclose(
+            answers[0].probabilities, runtime.answer(np.full(SHAPE, 255, np.uint8)).probabilities
+        )
 
 
 # --- memory and the end ------------------------------------------------------------------------------------------
@@ -375,7 +602,7 @@ def test_a_large_batch_goes_in_parts() -> None:
 def test_only_the_newest_states_are_kept_and_older_ones_begin_anew() -> None:
     runtime, engine = timed(0.002, 0.05, memory=3_000)  # three images
     with runtime:
-        answers = [runtime.answer(image(), 0.03) for _ in range(6)]
+        answers = [runtime.answer(image(), deadline=0.03) for _ in range(6)]
         assert {answer.stage for answer in answers} == {1}
         engine.log.clear()
         assert answers[5].refine().stage == 2
@@ -388,13 +615,13 @@ def test_only_the_newest_states_are_kept_and_older_ones_begin_anew() -> None:
 def test_states_go_with_their_answers() -> None:
     runtime, _ = timed(0.0, 0.02)
     with runtime:
-        answer = runtime.answer(image(), 0.01)
+        answer = runtime.answer(image(), deadline=0.01)
         [work] = [each() for each, _ in runtime.worker.parked] if runtime.worker.parked else [None]
         if work is not None:
             assert work.state is not None
             del work
         del answer
-        runtime.answer(image(), 1.0)
+        runtime.answer(image(), deadline=1.0)
         assert sum(each() is not None for each, _ in runtime.worker.parked) == 0  # freed without the cycle collector
 
 
@@ -449,7 +676,7 @@ def test_sure_enough_answers_are_final_and_save_the_work() -> None:
     runtime, engine = timed(0.0, 0.0, 0.0)
     with runtime:
         x = np.stack([image(0.0), image(20.0), image(0.0), image(20.0)])
-        answers = runtime.answer(x, confident=[0.9, 0.9])
+        answers = runtime.answer_batch(x, confident=[0.9, 0.9])
         assert [(a.stage, a.final) for a in answers] == [(3, True), (1, True), (3, True), (1, True)]
         assert engine.log == [(1, 4), (2, 2), (3, 2)]  # no work for those that were sure
         assert [a.stage for a in runtime.answers(image(20.0), confident=[0.9, 0.9])] == [1]
@@ -458,7 +685,7 @@ def test_sure_enough_answers_are_final_and_save_the_work() -> None:
             with pytest.raises(NestlingError, match="a probability from 0 to 1 for all stages"):
                 runtime.answer(image(), confident=wrong)  # type: ignore[arg-type]
         with pytest.raises(NestlingError, match="one number per stage"):
-            runtime.answer(x, confident=[0.9])
+            runtime.answer_batch(x, confident=[0.9])
 
 
 # --- pace --------------------------------------------------------------------------------------------------------
@@ -496,18 +723,19 @@ def test_the_margin_covers_nineteen_wakeups_of_twenty(seed: int, scale: float) -
 
 def test_the_margin_covers_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, _ = timed(0.5)
-    form = runtime.form
+    form = runtime._form
 
     def slowly(*given: Any) -> Any:
         time.sleep(0.004)
         return form(*given)
 
-    monkeypatch.setattr(runtime, "form", slowly)
+    monkeypatch.setattr(runtime, "_form", slowly)
     with runtime:
+        timer = runtime._promise(LATE).timer
         for _ in range(40):
-            runtime.answer(image(), 0.05)
-        assert runtime.margin.value > 0.004
-        assert min(runtime.margin.recent) < 0.004  # of forecasts: when callers looked, not when they were back
+            runtime.ask(image(), deadline=0.05).result()
+        assert timer.value > 0.004
+        assert min(timer.recent) < 0.004  # of forecasts: when callers looked, not when they were back
 
 
 def test_the_clock_starts_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,7 +857,7 @@ def test_every_stage_answers_as_the_network_does(name: str, engine: str) -> None
     with torch.no_grad():
         expected = [logits.softmax(1).numpy() for logits in net(x)]
     with Runtime(net, device="cpu", engine=engine) as runtime:
-        for stage, answers in enumerate(runtime.answers(x)):
+        for stage, answers in enumerate(runtime.answers_batch(x)):
             found = np.stack([answer.probabilities for answer in answers])
             np.testing.assert_allclose(found, expected[stage], atol=1e-5)
         for stage, answer in enumerate(runtime.answers(x[0])):
@@ -647,11 +875,11 @@ def test_whatever_the_deadlines_an_answer_is_what_its_stage_says(engine: str, da
     x = torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
     with torch.no_grad():
         expected = [torch.full((n, 10), 0.1).numpy(), *(logits.softmax(1).numpy() for logits in net(x))]
-    answers = runtime.answer(x, limits)
+    answers = runtime.answer_batch(x, deadline=limits)
     for _ in range(3):
         for i, answer in enumerate(answers):
             np.testing.assert_allclose(answer.probabilities, expected[answer.stage][i], atol=1e-5)
-        answers = [answer.refine(0.001) for answer in answers]
+        answers = [answer.refine(deadline=0.001) for answer in answers]
 
 
 class Shared(dict[str, tuple[NestedNet, Runtime]]):
@@ -723,7 +951,7 @@ def test_runtimes_leave_no_threads_and_no_files_behind() -> None:
     for _ in range(3):
         with Runtime(net, device="cpu") as runtime:
             for _ in range(50):
-                runtime.answer(np.zeros((1, 8, 8), np.float32), 0.0005)
+                runtime.answer(np.zeros((1, 8, 8), np.float32), deadline=0.0005)
     time.sleep(0.1)
     assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
 
@@ -789,7 +1017,7 @@ def test_cuda_graphs_answer_as_the_network_does(name: str, side_by_side: bool) -
         for image_number in range(5):  # one at a time: in slots
             for stage, answer in enumerate(runtime.answers(x[image_number])):
                 np.testing.assert_allclose(answer.probabilities, expected[stage][image_number], atol=1e-4)
-        for stage, answers in enumerate(runtime.answers(x)):  # together: layer by layer
+        for stage, answers in enumerate(runtime.answers_batch(x)):  # together: layer by layer
             np.testing.assert_allclose(np.stack([a.probabilities for a in answers]), expected[stage], atol=1e-4)
 
 
@@ -800,10 +1028,10 @@ def test_more_questions_than_slots_on_a_gpu() -> None:
     with torch.no_grad():
         expected = net(x)[-1].softmax(1).numpy()
     with Runtime(net, device="cuda") as runtime:
-        kept = [runtime.answer(each, 1e-4) for each in x]
+        kept = [runtime.answer(each, deadline=1e-4) for each in x]
         for answer, truth in zip([answer.refine() for answer in kept], expected, strict=True):
             np.testing.assert_allclose(answer.probabilities, truth, atol=1e-4)
-        pending = [runtime.submit(each) for each in x]
+        pending = [runtime.ask(each) for each in x]
         for each, truth in zip(pending, expected, strict=True):
             np.testing.assert_allclose(each.result().probabilities, truth, atol=1e-4)
 
@@ -813,8 +1041,8 @@ def test_deadlines_are_kept_on_a_gpu() -> None:
     with Runtime(trained_a_little("width-digits"), device="cuda") as runtime:
         x = np.zeros((1, 8, 8), np.float32)
         for limit in np.random.default_rng(0).uniform(0, 0.003, 200):
-            assert runtime.answer(x, float(limit)).elapsed < limit + 0.01
-        assert runtime.answer(x, 0).stage == 0
+            assert runtime.answer(x, deadline=float(limit)).elapsed < limit + 0.01
+        assert runtime.answer(x, deadline=0).stage == 0
 
 
 # --- logits that are no numbers, answers on their way, forks ------------------------------------------------------
@@ -842,7 +1070,7 @@ def test_logits_that_are_not_numbers_are_no_answer(value: float, since: int) -> 
             runtime.answer(image(1.0), confident=0.5 if since == 1 else None)
         assert runtime.answer(image(0.0)).final
         with pytest.raises(NestlingError, match="not numbers"):
-            runtime.answer(np.stack([image(0.0), image(1.0)]))
+            runtime.answer_batch(np.stack([image(0.0), image(1.0)]))
 
 
 def test_a_class_that_is_ruled_out_is_no_fault() -> None:
@@ -855,7 +1083,7 @@ def test_a_class_that_is_ruled_out_is_no_fault() -> None:
 def test_answers_can_be_copied_and_pickled() -> None:
     runtime, _ = timed(0.0, 0.0)
     with runtime:
-        for answer in (runtime.answer(image(), 0), next(runtime.answers(image())), runtime.answer(image(1.0))):
+        for answer in (runtime.answer(image(), deadline=0), next(runtime.answers(image())), runtime.answer(image(1.0))):
             for same in (copy.copy(answer), copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))):  # noqa: S301
                 assert repr(same) == repr(answer) and same is not answer
                 np.testing.assert_array_equal(same.probabilities, answer.probabilities)
@@ -873,10 +1101,10 @@ def test_a_forked_runtime_refuses_in_words_and_ends() -> None:
     """Its thread has stayed behind: answers would all be the prior, and without a deadline they would never come."""
     runtime, _ = timed(0.0, 0.0)
     with runtime:
-        known, pending = runtime.answer(image(), 0), runtime.submit(image(), 10.0)
+        known, pending = runtime.answer(image(), deadline=0), runtime.ask(image(), deadline=10.0)
         for ask in (
             lambda: runtime.answer(image()),
-            lambda: runtime.answer(image(), 0.001),
+            lambda: runtime.answer(image(), deadline=0.001),
             lambda: known.refine(),
             lambda: runtime.timeline(image()),
             lambda: list(runtime.answers(image())),
@@ -965,8 +1193,22 @@ def test_what_describes_no_network_is_refused(change: dict[str, Any]) -> None:
 )
 def test_bad_images_are_refused_with_what_to_do(x: Any, complaint: str) -> None:
     _, runtime = SHARED["onnx"]
+    ask = runtime.answer_batch if getattr(x, "ndim", 3) == 4 else runtime.answer
     with pytest.raises(NestlingError, match=complaint):
-        runtime.answer(x, 0.01)
+        ask(x, deadline=0.01)
+
+
+def test_one_image_and_a_batch_are_not_mixed_up() -> None:
+    _, runtime = SHARED["onnx"]
+    with pytest.raises(
+        NestlingError, match=r"found a batch, shape \(2, 1, 8, 8\); answer, answers and ask take one image"
+    ):
+        runtime.answer(np.zeros((2, 1, 8, 8), np.float32))
+    with pytest.raises(NestlingError, match=r"found one image, shape \(1, 8, 8\); answer_batch"):
+        runtime.answer_batch(np.zeros((1, 8, 8), np.float32))
+    for name in ("answer", "answer_batch", "ask", "each", "answers", "answers_batch", "answer_async"):
+        with pytest.raises(TypeError, match="positional"):
+            getattr(runtime, name)(np.zeros((1, 8, 8), np.float32), 0.005)
 
 
 @pytest.mark.parametrize(
@@ -977,7 +1219,7 @@ def test_bad_images_are_refused_with_what_to_do(x: Any, complaint: str) -> None:
 def test_bad_deadlines_are_refused(deadline: Any) -> None:
     _, runtime = SHARED["onnx"]
     with pytest.raises(NestlingError, match="deadline"):
-        runtime.answer(np.zeros((1, 8, 8), np.float32), deadline)
+        runtime.answer(np.zeros((1, 8, 8), np.float32), deadline=deadline)
 
 
 @pytest.mark.parametrize("confident", [2, -0.1, math.nan, math.inf, True, "09", b"\x00\x01", [2.0] * 4, [0.5], 10**400])
@@ -997,12 +1239,13 @@ def test_a_deadline_that_may_have_meant_milliseconds_is_warned_of_once() -> None
     runtime, _ = timed(0.001, 0.001, pace=Pace([0.001, 0.001]))
     with runtime:
         with pytest.warns(UserWarning, match=r"deadline of 5 seconds .* 2 ms .* write 0.005 for 5 ms") as warned:
-            runtime.answer(image(), 5)
+            runtime.answer(image(), deadline=5)
         assert warned[0].filename == __file__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for deadline in (5, 0.19, None, math.inf, [0.1]):
-                runtime.answer(image()[None], deadline)
+            for deadline in (5, 0.19, None, math.inf):
+                runtime.answer(image(), deadline=deadline)
+            runtime.answer_batch(image()[None], deadline=[5])
 
 
 def test_uint8_images_are_normalised_exactly_as_in_training() -> None:
@@ -1012,10 +1255,10 @@ def test_uint8_images_are_normalised_exactly_as_in_training() -> None:
     spec = Spec("digits", (1, 8, 8), tuple("0123456789"), net.sizes, (0.31,), (0.37,))
     pixels = np.random.default_rng(0).integers(0, 256, (3, 1, 8, 8), dtype=np.uint8)
     with Runtime(net, device="cpu", spec=spec) as runtime:
-        found, _ = runtime.intake.images(pixels)
+        found = runtime.intake.prepare(pixels)
         expected = normalise(torch.from_numpy(pixels), torch.tensor([0.31]), torch.tensor([0.37])).numpy()
         np.testing.assert_array_equal(found, expected)
-        assert len(runtime.answer(pixels)) == 3
+        assert len(runtime.answer_batch(pixels)) == 3
 
 
 def test_float_pixels_that_were_never_normalised_are_refused() -> None:
@@ -1030,7 +1273,7 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
     runtime, _ = timed(0.05, 0.05)
     with runtime:
         x = image(0.0)
-        pending = runtime.submit(x, 5.0)
+        pending = runtime.ask(x, deadline=5.0)
         x[:] = 100.0
         np.testing.assert_allclose(
             pending.result().probabilities.max(), softmax(np.array([0, 0, 1, 0, 0], np.float32)).max()

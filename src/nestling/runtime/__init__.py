@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer
-from nestling.runtime.caller import Anytime, Pending
+from nestling.runtime.caller import Anytime
 from nestling.runtime.engine import Abandoned, Engine, Stop
 from nestling.runtime.pace import Pace
+from nestling.runtime.question import Question
 
 if TYPE_CHECKING:
     from nestling.runtime.runtime import Runtime
 
-__all__ = ["Abandoned", "Answer", "Anytime", "Engine", "Pace", "Pending", "Runtime", "Spec", "Stop"]
+__all__ = ["Abandoned", "Answer", "Anytime", "Engine", "Pace", "Question", "Runtime", "Spec", "Stop"]
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,7 @@ class Answer:
             "final": self.final,
         }
 
-    def refine(self, deadline: float | None = None) -> "Answer":
+    def refine(self, *, deadline: float | None = None) -> "Answer":
         """Go on for `deadline` more seconds (None: to the last stage) from the work already done. Never worse than this."""
         return self if self.final else self._refine(deadline)
 

@@ -1,6 +1,6 @@
 """What runs stages: the contract between the deadline's worker and ONNX Runtime, eager torch or a CUDA graph.
 
-An engine is used by one thread, the worker's. State is opaque to everybody else and goes back to its engine when nothing
+An engine is used by one thread at a time. State is opaque to everybody else and goes back to its engine when nothing
 refers to it any more. A step that is told to stop raises Abandoned as soon as it can, and leaves the state it was given
 usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
 """
@@ -66,6 +66,10 @@ class Engine(Protocol):
     @property
     def most(self) -> int:
         """How many states it can hold at a time; 0 = as many as there is memory for."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether a step that is told to stop ends soon, in the middle of a stage."""
 
     def start(self, x: Floats) -> State:
         """State before stage 1 of normalised images (n,C,H,W)."""

@@ -1,7 +1,8 @@
 """Bad input is refused here, before it reaches a stage: images and deadlines, checked and in one form.
 
 In: an image (C,H,W) or a batch (N,C,H,W), uint8 as in files or float32 already normalised, and seconds. Out: float32
-(N,C,H,W) of the runtime's own (the caller may reuse its memory at once), and one deadline per image.
+(N,C,H,W) of the runtime's own (the caller may reuse its memory at once), and one deadline per image. The pixels of a large
+batch are looked at when their turn comes: that may take longer than the time there is.
 """
 
 import math
@@ -14,7 +15,9 @@ import numpy as np
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.engine import Floats
+from nestling.runtime.work import Images
 
+AT_ONCE = 2**17  # values that are normalised in a fraction of a millisecond
 BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
 
 
@@ -28,40 +31,61 @@ class Intake:
         self.scale = (np.float32(1) / (np.array(spec.std, np.float32) * np.float32(255))).reshape(-1, 1, 1)
         self.white = max(((1 - mean) / std for mean, std in zip(spec.mean, spec.std, strict=True)), default=math.inf)
 
-    def images(self, x: Any) -> tuple[Floats, bool]:
-        """float32 (N,C,H,W), and whether a single image was given."""
+    def one(self, x: Any) -> Floats:
+        """One image (C,H,W) as float32 (1,C,H,W) of our own, normalised."""
+        self.check(x, 3)
+        return self.prepare(x[None])
+
+    def batch(self, x: Any) -> tuple[Images, bool]:
+        """A batch (N,C,H,W) of our own, and whether it is normalised. A large one is left as it was given: it is normalised
+        part by part, when its turn comes."""
+        self.check(x, 4)
+        if not len(x):
+            raise NestlingError(f"the batch is empty; give at least one image {self.wanted()}")
+        return (np.array(x, order="C"), False) if x.size > AT_ONCE else (self.prepare(x), True)
+
+    def check(self, x: Any, dimensions: int) -> None:
+        """What can be told of images without looking at their pixels."""
         if not isinstance(x, np.ndarray):
             raise NestlingError(f"found {type(x).__name__}, expected an array of images {self.wanted()}")
-        single = x.ndim == 3
-        if x.shape[-3:] != self.spec.shape or x.ndim not in (3, 4):
+        if x.shape[-3:] != self.spec.shape or x.ndim != dimensions:
+            if x.shape[-3:] == self.spec.shape and x.ndim in (3, 4):
+                hint = (
+                    "answer, answers and ask take one image"
+                    if x.ndim == 4
+                    else "answer_batch and the like take batches"
+                )
+                raise NestlingError(f"found {'a batch' if x.ndim == 4 else 'one image'}, shape {x.shape}; {hint}")
             raise NestlingError(f"{self.spec.name} takes images {self.wanted()}; found shape {x.shape}")
-        if not single and not len(x):
-            raise NestlingError(f"the batch is empty; give at least one image {self.wanted()}")
-        batch = x[None] if single else x
         if x.dtype == np.uint8:
             if not self.spec.mean:
                 raise NestlingError(
                     "found uint8 images, but this runtime does not know how to normalise them: make it with "
                     "spec=nestling.Spec(..., mean=..., std=...), or give normalised float32 images"
                 )
-            pixels = batch.astype(np.float32)
-            pixels -= self.centre
-            pixels *= self.scale
-            return pixels, single
-        if x.dtype != np.float32:
+        elif x.dtype != np.float32:
             raise NestlingError(
                 f"found images of {x.dtype}, expected uint8 (0 to 255) or float32 (normalised); convert them first"
             )
-        if not np.isfinite(batch).all():
-            bad = int((~np.isfinite(batch)).any(axis=(1, 2, 3)).argmax())
+
+    def prepare(self, batch: Images, first: int = 0) -> Floats:
+        """Images that were checked, as float32 of our own, normalised; `first` is the number of the first of them."""
+        if batch.dtype == np.uint8:
+            pixels: Floats = batch.astype(np.float32)
+            pixels -= self.centre
+            pixels *= self.scale
+            return pixels
+        brightest = float(np.abs(batch).max())  # NaN where any pixel is
+        if not brightest < math.inf:
+            bad = first + int((~np.isfinite(batch)).any(axis=(1, 2, 3)).argmax())
             raise NestlingError(f"image {bad} has pixels that are not numbers (NaN or infinite); repair or drop it")
-        if (brightest := float(batch.max())) > BEYOND_WHITE * self.white:
+        if brightest > BEYOND_WHITE * self.white and (brightest := float(batch.max())) > BEYOND_WHITE * self.white:
             raise NestlingError(
                 f"found float32 pixels up to {brightest:.4g}, but a normalised white pixel of {self.spec.name} is "
                 f"{self.white:.2g}; give the pictures as uint8 (0 to 255), or normalise them: (x / 255 - mean) / std with "
                 "the mean and std of runtime.spec"
             )
-        return np.array(batch, order="C"), single
+        return np.array(batch, np.float32, order="C")
 
     def wanted(self) -> str:
         return f"(N, {', '.join(map(str, self.spec.shape))}) or ({', '.join(map(str, self.spec.shape))})"

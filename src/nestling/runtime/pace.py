@@ -1,18 +1,19 @@
-"""How long stages take here and now: profiled latencies, times one slow-down factor that is estimated as we go.
+"""How long stages take here and now: profiled latencies times one slow-down, and the quantiles of the last ones seen.
 
 In: the latency of each stage on the quiet device (from a profile, or from the first runs), and every latency observed
-since. Out: what the next stage will take. The factor is one number, filtered in the logarithm, so that twice as slow and
-twice as fast weigh the same. Beside it, the margin: how late this machine wakes a thread up.
+since. Out: what the next stage will take, and with what chance it will be done by a time. The slow-down is one number,
+filtered in the logarithm, so that twice as slow and twice as fast weigh the same. How much before a deadline to be done,
+so that the promise holds, is promise.py's business.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
 GAIN = 0.2  # how much a new observation counts; a busy machine is noticed within about five stages
-LIMIT = (
-    4.0  # one observation counts as at most this many times slower or faster than expected: stalls are rare, not news
-)
+LIMIT = 4.0  # one observation counts as at most so many times slower or faster than expected: stalls are rare, not news
+KEPT = 64  # latencies of each stage that quantiles are taken from
 
 
 class Pace:
@@ -22,6 +23,8 @@ class Pace:
         """`latencies` are those of each stage by itself; unknown ones (none given) are learnt from what is observed."""
         self.base = list(latencies) or [0.0] * stages
         self.fastest = [math.inf] * len(self.base)
+        self.recent = [Recently() for _ in self.base]
+        self.more = [math.nan] * len(self.base)  # what each further image of a batch adds; NaN = not seen yet
         self._log = self._log_drag = 0.0
 
     @property
@@ -35,9 +38,15 @@ class Pace:
         return math.exp(self._log_drag)
 
     def observe(self, stage: int, latency: float, images: int = 1) -> None:
-        """A stage took this long on so many images. Only single images count: batches cost less per image."""
-        if latency <= 0 or images != 1:
+        """A stage took this long on so many images. Batches only tell what a further image adds."""
+        if latency <= 0:
             return
+        if images != 1:
+            added = max(0.0, latency - self.predict(stage)) / (images - 1)
+            known = self.more[stage - 1]
+            self.more[stage - 1] = added if math.isnan(known) else known + GAIN * (added - known)
+            return
+        self.recent[stage - 1].add(latency)
         base, fastest = self.base[stage - 1], self.fastest[stage - 1]
         if latency < fastest:
             fastest = self.fastest[stage - 1] = latency
@@ -49,38 +58,41 @@ class Pace:
         ratio = math.log(latency / base) - self._log
         self._log += GAIN * max(-math.log(LIMIT), min(math.log(LIMIT), ratio))
 
+    def gave_up(self, stage: int, after: float) -> None:
+        """A stage on one image was ended after so long. It would have taken longer: where that is news, it counts as this."""
+        recent = self.recent[stage - 1]
+        if after > recent.quantile(0.5):
+            recent.add(after)
+
     def predict(self, stage: int, images: int = 1) -> float:
-        """What this stage will take. For a batch an upper estimate: as if its images came one by one."""
-        return self.base[stage - 1] * self.slowdown * images
+        """What this stage will take. For a batch, until one was seen, an upper estimate: as if its images came one by one."""
+        one, more = self.base[stage - 1] * self.slowdown, self.more[stage - 1]
+        return one + (images - 1) * (one if math.isnan(more) else more)
+
+    def quantile(self, stage: int, share: float) -> float:
+        """The time in which this share of the last runs of a stage on one image was done; as predicted where none was seen,
+        and NaN where nothing is known."""
+        recent = self.recent[stage - 1]
+        return recent.quantile(share) if recent.order else self.predict(stage) or math.nan
 
 
-class Margin:
-    """How much before a deadline to wake up so as to be back in time: the 98th percentile of recent lateness, from the time
-    a timer was due until its caller had the answer in hand."""
+class Recently:
+    """The last latencies of a stage, in order of time and of length. Read without a lock: at worst one run late."""
 
-    LEAST, MOST = 20e-6, 50e-3
-    LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
-    RATE = 0.2
+    __slots__ = ("order", "seen")
 
     def __init__(self) -> None:
-        self.value = 100e-6
-        self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
+        self.seen: deque[float] = deque()
+        self.order: list[float] = []
 
-    def looked(self, late: float) -> None:
-        """A wake-up came this long after it was due."""
-        self.recent.append(late)
+    def add(self, latency: float) -> None:
+        order = self.order.copy()  # whoever reads meanwhile finds a whole list
+        if len(self.seen) >= KEPT:
+            del order[bisect_left(order, self.seen.popleft())]
+        self.seen.append(latency)
+        insort(order, latency)
+        self.order = order
 
-    def observe(self, late: float) -> None:
-        """An answer was handed over this long after the timer was due. Moves up 49 times as far as down, so it settles at
-        98 %."""
-        moved = self.value * math.exp(self.RATE * (0.98 if late > self.value else -0.02))
-        self.value = min(self.MOST, max(self.LEAST, moved))
-
-    def before(self, deadline: float) -> float:
-        """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
-        return deadline - min(self.value + self.LEAVING, deadline / 5)
-
-    def looks(self, deadline: float) -> list[float]:
-        """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
-        due = self.before(deadline)
-        return [due + late for late in list(self.recent)] if deadline > 0 else [0.0]
+    def quantile(self, share: float) -> float:
+        order = self.order
+        return order[min(len(order) - 1, int(share * len(order)))] if order else 0.0

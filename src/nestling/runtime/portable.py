@@ -1,6 +1,6 @@
 """Exported stages answered by a deadline, with numpy and onnxruntime only: torch is never imported.
 
-In: a folder that `nestling export` wrote. `Portable(folder).answer(x, deadline)` is what nestling.Runtime does, by the same
+In: a folder that `nestling export` wrote. `Portable(folder).answer(x, deadline=0.005)` is what nestling.Runtime does, by the same
 worker and clock; x is an array, uint8 as in files or float32 normalised. It trains, measures and exports nothing.
 """
 
@@ -26,7 +26,7 @@ class Portable(Anytime):
         engine = open_engine(folder, self.manifest, threads)
         spec = self.manifest.spec
         super().__init__(engine, spec, Pace(warm_up(engine, spec.shape)), memory)
-        self.warm()
+        self._warm()
 
 
 def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> OnnxEngine:

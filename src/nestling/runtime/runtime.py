@@ -65,7 +65,7 @@ class Runtime(Anytime):
                 pace.observe(stage, latency)
         super().__init__(built, spec, pace, memory)
         self.trace = self.profile.array / 1e3 if self.profile else None
-        self.warm()
+        self._warm()
 
     def stop_when_sure(self, loss: float = 0.005) -> Confidence:
         """From now on answers are final when they are sure enough: thresholds are found on the run's (or trained network's) own
@@ -80,7 +80,7 @@ class Runtime(Anytime):
         self.thresholds = found.thresholds
         return found
 
-    def to_numpy(self, x: Any) -> Any:
+    def _to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
 
 

@@ -7,9 +7,14 @@ are freed with the last answer that could be refined. Who runs them, and when, i
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nestling.runtime.engine import Floats, State, Stop
-from nestling.runtime.mailbox import Mailbox
+
+Images = NDArray[np.float32] | NDArray[np.uint8]
 
 
 class Trail:
@@ -23,18 +28,25 @@ class Trail:
         self.done: list[float] = []
 
 
+class Listener(Protocol):
+    """Whoever is told: a mailbox, or what stands for one."""
+
+    def put(self, item: Any) -> None: ...
+
+
 class Row:
     """One image."""
 
-    __slots__ = ("best", "deadline", "error", "final", "listeners", "place", "thresholds", "trail", "work")
+    __slots__ = ("best", "deadline", "error", "final", "guarded", "listeners", "place", "thresholds", "trail", "work")
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
         self.deadline = deadline  # on the clock: somebody waits for more until then, and looks then, a margin early
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
+        self.guarded = False  # whether the last stage that was tried had a guard
         self.error: Exception | None = None
-        self.listeners: tuple[tuple[Mailbox[News | None], bool], ...] = ()  # and whether they want every stage's news
+        self.listeners: tuple[tuple[Listener, bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None
         self.place = 0  # in its work
         self.trail: Trail | None = None  # of a single question, until nobody goes on with it
@@ -63,11 +75,14 @@ class News:
 class Work:
     """Images that go through the next stage together: they have the same stages behind them."""
 
-    __slots__ = ("__weakref__", "done", "pick", "queued", "rows", "running", "state", "stop", "x")
+    __slots__ = ("__weakref__", "done", "first", "pick", "queued", "rows", "running", "state", "stop", "x")
 
-    def __init__(self, rows: list[Row], x: Floats, state: State = None, done: int = 0) -> None:
+    def __init__(
+        self, rows: list[Row], x: Images, state: State = None, done: int = 0, first: int | None = None
+    ) -> None:
         self.rows = rows
         self.x = x  # (n,C,H,W); kept until the last stage, in case the state has to go
+        self.first = first  # the number of the first in its batch, while they are as they were given; None: normalised
         self.state = state  # None before stage 1, or when it had to go
         self.pick: list[int] | None = None  # which images of the state these are; None = all, in order
         self.done = done
@@ -81,7 +96,7 @@ class Work:
 
     def part(self, places: list[int]) -> "Work":
         """Some of the rows as a work of their own, which shares this one's state; the others stay here."""
-        other = Work([self.rows[place] for place in places], self.x[places], self.state, self.done)
+        other = Work([self.rows[place] for place in places], self.x[places], self.state, self.done, self.first)
         if self.state is not None:
             other.pick = [self.pick[place] for place in places] if self.pick is not None else list(places)
         return other
@@ -98,7 +113,8 @@ class Work:
             self.rows = [row]
             return self
         place = row.place  # valid for ever: nothing is taken out of x or the state, only copied
-        other = Work([row], self.x[place : place + 1], self.state, self.done)
+        first = None if self.first is None else self.first + place
+        other = Work([row], self.x[place : place + 1], self.state, self.done, first)
         if self.state is not None:
             other.pick = [place if self.pick is None else self.pick[place]]
         return other

@@ -1,9 +1,10 @@
-"""The worker: runs stages in a thread of its own, and decides which.
+"""The worker: decides which stage is run next, and runs it in the caller's thread or in one of its own.
 
-In: works, groups of images that have the same stages behind them. Whoever has least goes first: everybody gets stage 1
-before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
-wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept
-for later, the newest `keep` of them. Callers never wait for a stage: they look at `row.best` when their time is up.
+In: works, groups of images that have the same stages behind them. A caller who finds nobody else runs the stages of its image
+itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has least goes first, everybody gets stage
+1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
+wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept for
+later, the newest `keep` of them. Callers of the thread never wait for a stage: they look at `row.best` when their time is up.
 """
 
 import heapq
@@ -14,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,9 @@ from nestling.runtime.answer import softmax
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
+from nestling.runtime.guard import Guard
 from nestling.runtime.pace import Pace
+from nestling.runtime.promise import HOPE, USUAL, Promise
 from nestling.runtime.work import News, Row, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -32,8 +36,22 @@ COMPACT = 0.75  # a batch is cut down when at most this share of it still has ti
 class Worker:
     """Owns the thread, the queues and the engine. Everything here is thread-safe."""
 
-    def __init__(self, engine: Engine, pace: Pace, keep: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        pace: Pace,
+        keep: int,
+        clock: Callable[[], float],
+        prepare: Callable[[Any, int], Floats] | None = None,
+    ) -> None:
+        """`prepare`: images as they were given, and the number of the first, to what the engine takes."""
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
+        self.prepare = prepare or (lambda x, first: x)
+        self.engine_lock = (
+            threading.Lock()
+        )  # whoever runs a stage holds it; taken before `lock`, never while holding that
+        self.here = 0  # the thread that runs stages itself, if any
+        self.guard = Guard(clock)
         self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
@@ -73,15 +91,16 @@ class Worker:
                 running.stop.set()
         self.bell.ring()
 
-    def extend(self, row: Row, deadline: float) -> None:
-        """Somebody wants more of this row: queue it unless it is on its way."""
+    def resume(self, row: Row, deadline: float) -> Work | None:
+        """Somebody wants more of this row: the work to go on with, or None if it is on its way already, or done."""
         with self.lock:
             row.deadline = max(row.deadline, deadline)
             work = row.work
             if row.final or work is None or work.running or work.queued:
-                return
-            self.push(work.resume(row))
-        self.bell.ring()
+                return None
+            resumed = work.resume(row)
+            resumed.running = True  # until it is run: nobody may take its state
+            return resumed
 
     def expire(self) -> None:
         """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
@@ -114,7 +133,70 @@ class Worker:
         self.bell.ring()
         if self.thread is not threading.current_thread():
             self.thread.join()
-        self.engine.close()
+        self.guard.close()
+        if self.here != threading.get_ident():  # a signal's handler may close what its own thread is running
+            with self.engine_lock:
+                self.engine.close()
+
+    # --- in the caller's thread ----------------------------------------------------------------------------------
+
+    def run_here(self, row: Row, work: Work, promise: Promise) -> bool:
+        """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
+        overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait."""
+        if not self.engine_lock.acquire(blocking=False):
+            work.running = False
+            self.submit(work)
+            return False
+        turn = True
+        try:
+            if not (self.fresh or self.begun or self.late or self.closing):
+                self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
+                turn = self.stages_here(row, work, promise)
+            else:
+                turn = self.closing
+        finally:
+            self.here, self.running, work.running = 0, None, False
+            if self.closing:
+                self.engine.close()
+            self.engine_lock.release()
+            if turn:
+                with self.lock:
+                    if row.final:
+                        work.forget()
+                    else:
+                        self.park(work)
+        if not turn:
+            self.submit(work)
+        return turn
+
+    def stages_here(self, row: Row, work: Work, promise: Promise) -> bool:
+        """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
+        that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
+        pace, soon = self.pace, promise.late is None
+        guarded = False
+        while not row.final and not work.stop.asked and (left := row.deadline - self.clock()) > 0:
+            if self.fresh or self.begun:
+                return False
+            stage = work.done + 1
+            sure = left == inf or pace.quantile(stage, USUAL) * promise.caution.value <= left
+            if not sure and row.best[0]:
+                hope = pace.quantile(stage, 0.5 if soon else HOPE)
+                if hope > left - (0.0 if soon else promise.guard.value):
+                    break
+            guarded = not (sure or soon)
+            if guarded and not self.engine.stops:
+                return False
+            if not soon and left < inf and self.engine.stops:
+                margin = min(promise.guard.value, left / 5) if guarded else 0.0
+                self.guard.until(row.deadline - margin, work.stop, exactly=guarded)
+            began = self.clock()
+            done = self.advance(work)
+            self.guard.off()
+            if not done:
+                pace.gave_up(stage, self.clock() - began)
+                break
+        row.guarded = guarded
+        return True
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
@@ -202,26 +284,28 @@ class Worker:
 
     def turn(self) -> bool:
         """Wait for work and do the next stages of it; False when it is time to go."""
-        with self.lock:
-            if self.closing:
-                return False
-            work = self.choose()
-            if work is not None:
-                self.running, work.running, work.stop = work, True, Stop()
-        if work is None:
+        if not (self.fresh or self.begun or self.late or self.closing):
             self.bell.wait(inf)
             return True
-        while self.advance(work) and self.alone(work):
-            pass
-        with self.lock:
-            work.running = False
-            if self.closing:
-                return False
-            self.running = None
-            if all(row.final for row in work.rows):
-                work.forget()
-            else:
-                self.push(work)
+        with self.engine_lock:
+            with self.lock:
+                if self.closing:
+                    return False
+                work = self.choose()
+                if work is None:
+                    return True
+                self.running, work.running, work.stop = work, True, Stop()
+            while self.advance(work) and self.alone(work):
+                pass
+            with self.lock:
+                work.running = False
+                if self.closing:
+                    return False
+                self.running = None
+                if all(row.final for row in work.rows):
+                    work.forget()
+                else:
+                    self.push(work)
         return True
 
     def alone(self, work: Work) -> bool:
@@ -238,7 +322,8 @@ class Worker:
         stage = work.done + 1
         try:
             if work.state is None:
-                work.state = self.engine.start(work.x)
+                given: Any = work.x if work.first is None else self.prepare(work.x, work.first)
+                work.state = self.engine.start(given)
             elif work.pick is not None:
                 work.state = self.engine.take(work.state, work.pick)
             work.pick = None
@@ -258,8 +343,10 @@ class Worker:
 
     def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
-        sure = softmax(logits).max(axis=1) if not last and any(row.thresholds for row in rows) else None
         numbers = np.isfinite(logits.max(axis=1))
+        sure = None
+        if not last and any(row.thresholds for row in rows):
+            sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)
         for index, row in enumerate(rows):
             if row.final or stage <= row.best[0]:
                 continue  # an earlier stage again, after its state had to go

@@ -28,6 +28,7 @@ class GraphEngine:
     """Runs stages as CUDA graphs."""
 
     name = "cuda graphs"
+    stops = False
 
     def __init__(
         self,

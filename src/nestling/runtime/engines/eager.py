@@ -48,6 +48,7 @@ class EagerEngine:
 
     name = "torch eager"
     most = 0
+    stops = True
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class OnnxEngine:
 
     name = "onnxruntime"
     most = 0
+    stops = True
 
     def __init__(
         self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], classes: int, threads: int = 1

@@ -1,0 +1,80 @@
+"""What a caller is promised about deadlines, and the feedback by which it is kept, whatever the load.
+
+`late` is the share of answers that may come after their deadline. Two numbers are moved by what happened: how much longer
+than usual a stage is reckoned to take before it is begun without a guard, and how much before the deadline a guard or a timer
+must go off. Each rises when it was too small and falls when it was not, in such steps that it settles where the share of
+late answers is the one promised; so neither takes more time than that needs. `late=None` promises nothing: be soon.
+"""
+
+import math
+from collections import deque
+
+from nestling.errors import NestlingError
+
+LATE = 0.01  # of answers, unless the caller says otherwise
+USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
+HOPE = 0.1  # and hardly ever less than this one
+RATE = 0.2
+
+
+class Promise:
+    """The feedback of one promise. Times are seconds."""
+
+    def __init__(self, late: float | None = LATE) -> None:
+        self.late = late
+        self.caution = Caution(late or 0.5)
+        self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
+        self.guard = Margin(late or 0.5)  # for stages that are ended at the deadline
+
+
+class Caution:
+    """How many times longer than its usual quantile a stage is reckoned to take."""
+
+    LEAST, MOST = 0.7, 8.0
+
+    def __init__(self, late: float) -> None:
+        self.late, self.value = late, 1.1
+
+    def observe(self, late: bool) -> None:
+        """An answer whose stages were begun without a guard came, late or not."""
+        moved = self.value * math.exp(RATE / 2 * (1 - self.late if late else -self.late))
+        self.value = min(self.MOST, max(self.LEAST, moved))
+
+
+class Margin:
+    """How much before a deadline something must happen so that the answer is back in time."""
+
+    LEAST, MOST = 20e-6, 50e-3
+    LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
+
+    def __init__(self, late: float = 0.02) -> None:
+        self.late, self.value = late, 100e-6
+        self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
+
+    def looked(self, late: float) -> None:
+        """A wake-up came this long after it was due."""
+        self.recent.append(late)
+
+    def observe(self, late: float) -> None:
+        """An answer was handed over this long after the timer was due. Moves up (1 - late) / late times as far as down, so
+        that it settles where this share of answers is later."""
+        moved = self.value * math.exp(RATE * (1 - self.late if late > self.value else -self.late))
+        self.value = min(self.MOST, max(self.LEAST, moved))
+
+    def before(self, deadline: float) -> float:
+        """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
+        return deadline - min(self.value + self.LEAVING, deadline / 5)
+
+    def looks(self, deadline: float) -> list[float]:
+        """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
+        due = self.before(deadline)
+        return [due + late for late in list(self.recent)] if deadline > 0 else [0.0]
+
+
+def check_late(late: float | None) -> float | None:
+    if late is None or (isinstance(late, int | float) and not isinstance(late, bool) and 0 < late < 1):
+        return late
+    raise NestlingError(
+        f"found late={late!r}; expected the share of answers that may come after their deadline, such as 0.01, or None: then an "
+        "answer comes as soon as it can, and nothing is promised"
+    )

@@ -1,0 +1,227 @@
+"""Questions that somebody else works on: waiting for their answers, looking at the best so far, calling them off.
+
+In: rows that were given to the worker, and when to look at each. Out: Answers, by then. The waiting thread sleeps on a timer of
+its own, less the margin by which this machine wakes threads late, and never waits for a stage. Runs nothing itself.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from nestling.runtime.answer import Answer
+from nestling.runtime.mailbox import Mailbox
+from nestling.runtime.promise import Promise
+from nestling.runtime.prompt import Promptly
+from nestling.runtime.work import News, Row
+from nestling.runtime.worker import Worker
+
+LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
+
+
+class Former(Protocol):
+    """What is known of a row now (or was, when the news came), as an Answer; `began` is when it was asked for."""
+
+    def __call__(self, row: Row, began: float, news: News | None = None) -> Answer: ...
+
+
+class Waiting:
+    """Rows that are being worked on, and a thread that waits for them."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        form: Former,
+        rows: list[Row],
+        due: list[float],
+        began: float,
+        promise: Promise,
+        every: bool = False,
+    ) -> None:
+        """`due`: when to look at each row, on the clock. `every`: be woken up by every stage, not only by a last one."""
+        self.worker, self.form, self.rows, self.due, self.began = worker, form, rows, due, began
+        self.promise, self.clock = promise, worker.clock
+        self.rang: float | None = None  # when the timer that woke us last was due
+        self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
+        for row in rows:
+            row.listeners = (*row.listeners, (self.signal, every))
+        if worker.closing or any(row.final for row in rows):  # it happened before we listened
+            self.signal.put(None)
+
+    def cancel(self) -> None:
+        """Stop working on this. Whoever waits gets the best so far, at once."""
+        self.worker.cancel([row for row in self.rows if not row.final])
+        self.signal.put(None)
+
+    def one(self) -> Answer:
+        """The answer to a question about one image, by its time."""
+        try:
+            self.wait(self.rows, self.due[0])
+        finally:
+            self.leave()
+        return self.form(self.rows[0], self.began)
+
+    def all(self, until: float) -> None:
+        """Sleep until a time, or until nothing better can come for any row, or waiting was called off."""
+        left = sum(not row.final for row in self.rows)
+        try:
+            while left and self.clock() < until:
+                try:
+                    news = self.sleep(until)
+                except TimeoutError:
+                    self.rang = until
+                    break
+                if news is None:
+                    left = sum(not row.final for row in self.rows)
+                    if left and (self.worker.closing or any(row.error for row in self.rows)):
+                        break
+                else:
+                    left -= news.final
+            self.worker.expire()
+        finally:
+            self.leave()
+
+    def each(self) -> Iterator[tuple[int, Answer]]:
+        """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
+        due = {id(row): at for row, at in zip(self.rows, self.due, strict=True)}
+        places = {id(row): index for index, row in enumerate(self.rows)}
+        waiting = sorted(self.rows, key=lambda row: due[id(row)])
+        try:
+            while waiting:
+                ready = self.wait(waiting, due[id(waiting[0])])
+                for row in ready:
+                    waiting.remove(row)
+                    answer = self.form(row, self.began)
+                    self.learn()
+                    yield places[id(row)], answer
+        finally:
+            self.leave()
+
+    def stages(self) -> Iterator[list[Answer]]:
+        """The answers of each stage as it finishes, all images together, until the deadline."""
+        latest: dict[int, News] = {}  # by row
+        ahead: list[News] = []  # of stages not yet shown
+        until, stage = max(self.due), 0
+        try:
+            while True:
+                stage += 1
+                waiting = {id(row) for row in self.rows if not (id(row) in latest and latest[id(row)].final)}
+                while waiting:
+                    ready = next((news for news in ahead if news.stage == stage), None)
+                    if ready is not None:
+                        ahead.remove(ready)
+                    news = ready or self.next_news(until)
+                    if news is None:
+                        return
+                    if news.stage > stage:
+                        ahead.append(news)
+                        continue
+                    latest[id(news.row)] = news
+                    waiting.discard(id(news.row))
+                answers = [self.form(row, self.began, latest[id(row)]) for row in self.rows]
+                yield answers
+                if all(answer.final for answer in answers):
+                    return
+        finally:
+            self.leave()
+
+    def wait(self, waiting: list[Row], until: float) -> list[Row]:
+        """Sleep until some row needs no more waiting: it is final, its time is up, or waiting was called off."""
+        while not (ready := [row for row in waiting if row.final]):
+            if self.clock() >= until:
+                self.worker.expire()
+                return [waiting[0]]
+            try:
+                news = self.sleep(until)
+            except TimeoutError:
+                self.rang = until
+                self.promise.timer.looked(self.clock() - until)
+                continue
+            if news is None and not any(row.error for row in waiting):
+                return list(waiting)
+        return ready
+
+    def next_news(self, until: float) -> News | None:
+        """The next stage that some row finishes; None at the deadline, or when waiting was called off."""
+        while self.clock() < until:
+            try:
+                news = self.sleep(until)
+            except TimeoutError:
+                continue
+            if news is None:
+                for row in self.rows:
+                    self.form(row, self.began)  # raises if it failed
+            return news
+        self.worker.expire()
+        return None
+
+    def sleep(self, until: float) -> News | None:
+        """Wait for news; raises TimeoutError when the time is up."""
+        self.worker.check_process()
+        longest = self.clock() + LONGEST_SLEEP
+        if until > longest:  # no deadline to speak of
+            return self.signal.wait(longest, self.clock)
+        with Promptly():
+            return self.signal.wait(until, self.clock)
+
+    def learn(self) -> None:
+        """An answer is on its way out: how long that took after its timer was due is what the margin must cover."""
+        if self.rang is not None and self.promise.late is not None:
+            self.promise.timer.observe(self.clock() - self.rang)
+        self.rang = None
+
+    def leave(self) -> None:
+        for row in self.rows:
+            row.listeners = tuple(each for each in row.listeners if each[0] is not self.signal)
+
+
+class Question:
+    """A question about one image that is being worked on. Any thread may look, stop it or wait."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+
+    def best(self) -> Answer:
+        """The best answer so far, at once; false if no stage is done yet."""
+        return self._waiting.form(self._waiting.rows[0], self._waiting.began)
+
+    def stop(self) -> None:
+        """Stop working on it. Whoever waits for the result gets the best so far, at once."""
+        self._waiting.cancel()
+
+    def result(self) -> Answer:
+        """Wait until the deadline, the last stage, or until it is stopped."""
+        answer = self._waiting.one()
+        self._waiting.learn()
+        return answer
+
+    async def result_async(self) -> Answer:
+        """The same for a coroutine: no thread waits."""
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        done = asyncio.Event()
+        row, bell = waiting.rows[0], Ring(lambda: loop.call_soon_threadsafe(done.set))
+        row.listeners = (*row.listeners, (bell, False))
+        left = waiting.due[0] - waiting.clock()
+        timer = loop.call_later(max(0.0, left), done.set) if left < LONGEST_SLEEP else None
+        try:
+            if not row.final and not waiting.signal.post and not waiting.worker.closing:
+                await done.wait()
+        except asyncio.CancelledError:
+            self.stop()
+            raise
+        finally:
+            row.listeners = tuple(each for each in row.listeners if each[0] is not bell)
+            waiting.leave()
+            if timer is not None:
+                timer.cancel()
+        waiting.worker.expire()
+        return self.best()
+
+
+class Ring:
+    """A mailbox that keeps nothing, and calls somebody instead."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def put(self, item: object) -> None:
+        self.call()
