@@ -30,6 +30,7 @@ from nestling.nets.ops import (
     Map,
     Mean,
     Module,
+    Opaque,
     Operation,
     PReLU,
     Select,
@@ -75,6 +76,11 @@ def gated(draft: Draft) -> str:
     return draft.draw("it", Zip("mul"), [one, all_of_them])
 
 
+def born_at_once(op: Operation) -> Callable[[Draft], str]:
+    """Behind a stem of which everything is born at the first stage."""
+    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", (1, 1, 1, 1))])
+
+
 def mlp(draft: Draft) -> str:
     flat = draft.draw("flat", Flatten(), [draft.conv("stem", "input", (1, 2), stride=2)])
     return draft.draw("it", Linear(bias=True), [flat], (1, 1, 2))
@@ -104,6 +110,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "map": [Example(behind_a_stem(Map(function))) for function in ("relu", "pool2", "pool2up", "maxpool3")],
     "mean": [Example(behind_a_stem(Mean()))],
     "module": [Example(behind_a_stem(Module()), given={"it": nn.Hardswish()})],
+    "opaque": [Example(born_at_once(Opaque()), given={"it": nn.Softmax2d()})],
     "zip": [Example(of_two(Zip(function))) for function in ("add", "sub", "max", "min")] + [Example(gated)],
     "select": [
         Example(behind_a_stem(Select((2, 0, -1, -1, 1)), 2, 1, 1, 2, 1)),

@@ -29,6 +29,7 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "Spec": "nestling.export.spec",
     "export_net": "nestling.runtime.verified",
     "nest": "nestling.nets.nest",
+    "exits": "nestling.nets.exits",
     "Greedy": "nestling.gradients.combiners.greedy",
     "from_deadlines": "nestling.gradients.combiners.priority",
     "COMBINERS": "nestling.gradients.combiners",

@@ -41,7 +41,7 @@ class TorchStage(nn.Module):
 
     def compute(self, index: int, op: Op, reads: list[Tensor]) -> Tensor:
         if op.module is not None:
-            out: Tensor = self.given[str(index)](reads[0])
+            out: Tensor = self.given[str(index)](*reads)
             return out
         weight: Tensor | None = getattr(self, f"weight{index}", None)
         bias: Tensor | None = getattr(self, f"bias{index}", None)

@@ -41,16 +41,27 @@ class Assembled:
 def assemble(sketch: Sketch, growth: Growth, uneven: bool, net: str, training: bool) -> Assembled:
     """The nested network of a sketch, starting from copies of the weights of the layers in it."""
     check_stages(sketch, growth, net)
-    sketch, renamed = fitted(sketch, growth.stages)
+    sketch, renamed = fitted(sketch, [f"head{stage}" for stage in range(1, growth.stages + 1)])
     plan, layers, origins = drawn(sketch, growth, uneven, net)
+    return built(plan, layers, {name: renamed[origin] for name, origin in origins.items()}, training)
+
+
+def built(
+    plan: Plan,
+    layers: Mapping[str, nn.Module],
+    origins: Mapping[str, str],
+    training: bool,
+    kind: type[NestedNet] = NestedNet,
+) -> Assembled:
+    """The network of a plan, with copies of the weights of the layers that its nodes are made from."""
     settled = settle(plan)
     given = {n.name: copy.deepcopy(layers[n.name]) for n in settled.nodes if n.op.given}
-    nested = NestedNet(settled, given).train(training)
+    nested = kind(settled, given).train(training)
     for node in settled.nodes:
         if node.name in layers and not node.shares:
             follow(nested.layer(node.name), layers[node.name])
-    made = Assembled(nested, plan, {name: renamed[origin] for name, origin in origins.items()})
-    nested.load_state_dict(made.cut(weights(plan, layers)))
+    made = Assembled(nested, plan, origins)
+    nested.load_state_dict(made.cut({**nested.state_dict(), **weights(plan, layers)}))
     for node in settled.nodes:
         layer = nested.layer(node.name) if node.op.weighted else None
         if layer is not None and layer.mask is not None:
@@ -67,9 +78,9 @@ def check_stages(sketch: Sketch, growth: Growth, net: str) -> None:
         )
 
 
-def fitted(sketch: Sketch, stages: int) -> tuple[Sketch, dict[str, str]]:
+def fitted(sketch: Sketch, heads: list[str]) -> tuple[Sketch, dict[str, str]]:
     """The sketch with names that a NestedNet has room for, and their old names: a module called `stages` becomes `stages_`."""
-    taken = {"plan", "_last_use", "_stages", "_staged", *vars(nn.Module()), *(f"head{s}" for s in range(1, stages + 1))}
+    taken = {"plan", "_last_use", "_stages", "_staged", *vars(nn.Module()), *heads}
     firsts = {name.partition(".")[0] for name in sketch.nodes}
     moved: dict[str, str] = {}
     for first in sorted(firsts):

@@ -120,7 +120,8 @@ class NestedNet(nn.Module):
                 continue
             bits = torch.tensor(self.plan.owners[node.name])
             for name, parameter in self.layer(node.name).named_parameters(recurse=node.op.given):
-                owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if parameter.numel() > 1 else bits[:1]
+                apart = parameter.numel() > 1 and not node.op.given  # somebody else's module is owned as one
+                owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if apart else bits[:1]
                 mask = getattr(self.layer(node.name), "mask", None)
                 if name == "weight" and mask is not None:
                     mask = mask[(..., *[slice(1)] * (mask.dim() - 2))]  # all pixels of a kernel are alike
@@ -242,6 +243,8 @@ def cut_state(
     cut = {}
     for key in small.state_dict():
         path, _, name = key.rpartition(".")
+        while path not in plan.by_name:  # inside somebody else's module
+            path, _, _ = path.rpartition(".")
         node = plan.by_name[path]
         cut[key] = node.op.kept(name, state[key], node, plan.reads_of(node), kept[path], kept[node.reads[0]])
     return cut

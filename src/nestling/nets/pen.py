@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.operations import Call, Reshape
-from nestling.nets.ops import Cat, Flatten, Module, Operation, Select, Zip
+from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Select, Zip
 from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node
+from nestling.nets.recorded import Recorder, Unknown, work
 from nestling.nets.sketch import Page
 from nestling.nets.trace import BATCHES, attribute, path_of
 
@@ -126,8 +127,7 @@ class Pen(Page):
         read, holder = self.names.get(given["input"]), str(weight.target).rpartition(".")[0]
         if not isinstance(read, str):
             self.refuse(node, "it does not read a tensor that was computed from the image")
-        if holder:  # the functional form on a module's own weight goes by that module's name
-            node.op, node.target = "call_module", holder
+        self.holders[node] = holder  # the functional form on a module's own weight goes by that module's name
         self.layer(node, read, layer, kind)
 
     def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:
@@ -238,6 +238,23 @@ class Pen(Page):
         if any(sides[:4]) or any(sides[6:]) or not plain:
             self.refuse(node, f"padding {sides} with {value}: channels may only be padded by themselves, with zeros")
         self.names[node] = self.take(node, read, (-1,) * before + tuple(range(self.channels(read))) + (-1,) * after)
+
+    def opaque(self, node: fx.Node) -> None:
+        """An operation as it was recorded, all channels at once.
+
+        What is no tensor with the images first is recorded inside the operations that read it."""
+        value = self.values[node]
+        if not isinstance(value, Tensor) or value.dim() < 2 or not self.trace.is_batch(node):
+            return
+        try:
+            piece, reads = Recorder(self.trace, self.names, self.memo).record(node)
+        except Unknown as error:
+            self.refuse(node, str(error))
+        name = self.name(node)
+        self.sketch.layers[name] = piece
+        tensors = [self.tensor_of[read] for read in reads]
+        op = Opaque(work(piece, tensors), sum(p.numel() for p in piece.parameters()))
+        self.add(node, Node(name, op, reads, (0,) * value.shape[1], tuple(value.shape[2:])))
 
     def zeros(self, node: fx.Node) -> None:
         self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))

@@ -34,7 +34,7 @@ from nestling.nets.ops import Input
 from nestling.nets.pen import Pen
 from nestling.nets.plan import Node
 from nestling.nets.sketch import Sketch
-from nestling.nets.trace import Shape, place, trace
+from nestling.nets.trace import Shape, Trace, place, trace
 
 UNKNOWN = "it is not known to work channel by channel"
 
@@ -46,6 +46,15 @@ def read(module: nn.Module, shape: Shape, net: str) -> Sketch:
     reader = Reader(trace(module, shape, net), net)
     reader.read(shape)
     return reader.sketch
+
+
+def read_whole(module: nn.Module, shape: Shape, net: str) -> "Reader":
+    """The same for births in depth, in evaluation: what cannot be read channel by channel is taken as it was recorded."""
+    check_shapes_known(module, net)
+    check_hooks(module, net)
+    reader = Reader(trace(module, shape, net, training=False), net, whole=True)
+    reader.read(shape)
+    return reader
 
 
 def check_shapes_known(module: nn.Module, net: str) -> None:
@@ -80,17 +89,39 @@ def check_hooks(module: nn.Module, net: str) -> None:
 class Reader(Pen):
     """Says of one operation after another of what kind it is."""
 
+    def __init__(self, trace: Trace, net: str, whole: bool = False) -> None:
+        super().__init__(trace, net)
+        self.whole = whole
+
     def read(self, shape: Shape) -> None:
         record = self.trace.record
+        self.tensor_of["input"] = record.values[record.image]
         self.names[record.image] = self.put(Node("input", Input(), (), (0,) * shape[0], tuple(shape[1:])))
         for node in record.nodes:
-            self.draw(node)
+            self.draw_whole(node) if self.whole else self.draw(node)
+            if node in self.names:
+                self.drawn[node] = self.names[node]
             self.overwrite(node)
         answer = record.answer
         name = self.names.get(answer) if isinstance(answer, fx.Node) else None
         if not isinstance(name, str):
             raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
         self.sketch.output = name
+
+    def draw_whole(self, node: fx.Node) -> None:
+        """Channel by channel if that is known to be right, else as it was recorded."""
+        sketch, before = self.sketch, (dict(self.sketch.nodes), dict(self.sketch.layers), dict(self.weights_of))
+        try:
+            self.draw(node)
+        except NestlingError:
+            sketch.nodes, sketch.layers, self.weights_of = before
+            self.names.pop(node, None)
+            self.opaque(node)
+        name = self.names.get(node)
+        if isinstance(name, str):
+            self.tensor_of[name] = self.values[node]
+        elif isinstance(name, tuple):
+            self.tensor_of.update(zip(name, self.values[node], strict=True))
 
     def draw(self, node: fx.Node) -> None:
         if node.op == "call_module":
@@ -109,7 +140,7 @@ class Reader(Pen):
             self.reshape(node)
         elif kind is nn.Identity:
             self.names[node] = self.read_of(node)
-        elif kind in MIXING:
+        elif kind in MIXING and not self.whole:
             self.map(node, copy.deepcopy(layer))
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[kind]}"
         elif kind in CHANNELWISE:
@@ -140,7 +171,7 @@ class Reader(Pen):
             self.split(node)
         elif base in DROPOUTS:
             self.dropout(node, DROPOUTS[base], base)
-        elif base in MIXING:
+        elif base in MIXING and not self.whole:
             self.pointwise(node, base)
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
         elif base in ON_WEIGHTS:

@@ -38,6 +38,10 @@ class Page:
         self.paths = {path for path, _ in self.module.named_modules()}
         self.sketch = Sketch(dropped=trace.record.dropped)
         self.names: dict[fx.Node, str | tuple[str, ...]] = {}  # the plan's name of each traced tensor
+        self.drawn: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
+        self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
+        self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
+        self.holders: dict[fx.Node, str] = {}  # the module whose weights a function uses
         self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 
     # --- words ----------------------------------------------------------------------------------------------------
@@ -47,10 +51,10 @@ class Page:
 
     def name(self, node: fx.Node) -> str:
         """A module's own path, or the path of the module around an operation with the operation's name."""
-        if node.op == "call_module" and (str(node.target) or "layer") not in self.sketch.nodes:
-            return str(node.target) or "layer"  # a module that is one layer
-        label = str(node.target).rpartition(".")[2] if node.op == "call_module" else spelled(node.target).lstrip(".")
-        owner = str(node.target).rpartition(".")[0] if node.op == "call_module" else path_of(node)
+        path = str(node.target) or "layer" if node.op == "call_module" else self.holders.get(node, "")
+        if path and path not in self.sketch.nodes:
+            return path
+        owner, _, label = path.rpartition(".") if path else (path_of(node), "", spelled(node.target).lstrip("."))
         label = label.rpartition(".")[2].strip("_") or "op"
         return self.fresh(f"{owner}.{label}" if owner else label)
 
@@ -75,22 +79,24 @@ class Page:
         """What an operation in place overwrites is what later readers see; views of a part of it are refused."""
         twin = self.trace.twins[node][0]
         runs = ((self.trace.record, node), (self.trace.others[0], twin))
-        written = {w for record, n in runs for w in record.writes.get(n, ()) if w.op != "get_attr"}
-        if not written:
-            return
+        places = {n.all_input_nodes.index(w) for record, n in runs for w in record.writes.get(n, ())}
+        written = {node.all_input_nodes[place] for place in places}
+        old = {self.names.get(tensor) for tensor in written} - {None}
         evaluated = {other: twins[0] for other, twins in self.trace.twins.items()}
         evaluated[self.trace.record.image] = self.trace.others[0].image
-        old = self.read_of(node)
-        for other, name in list(self.names.items()):
+        if not written & evaluated.keys():
+            return
+        for other in (self.trace.record.image, *self.trace.record.nodes[: self.place_in_order[node]]):
+            name = self.names.get(other)
             both = (
                 self.trace.record.shares_memory(node, other),
                 self.trace.others[0].shares_memory(twin, evaluated[other]),
             )
-            if other is node or not any(both):
+            if not any(both):
                 continue
-            if name == old and all(both):
+            if name in old and all(both) and node in self.names:
                 self.names[other] = self.names[node]
-            elif self.is_read_after(other, node) and not self.apart(name, old):
+            elif self.is_read_after(other, node) and not (old and all(self.apart(name, each) for each in old)):
                 self.refuse(
                     node,
                     "it overwrites in place what is read later through a view (a slice, a flattened or a dropped-out form of "
@@ -102,10 +108,10 @@ class Page:
         readers = [self.place_in_order.get(user, -1) for user in tensor.users]
         return any(at > here for at in readers) or tensor in outputs(self.trace.record.answer)
 
-    def apart(self, one: str | tuple[str, ...], other: str) -> bool:
+    def apart(self, one: Any, other: Any) -> bool:
         """Whether two tensors are different channels of the same."""
-        mine, theirs = self.sketch.nodes.get(str(one)), self.sketch.nodes[other]
-        if mine is None or mine.reads != theirs.reads:
+        mine, theirs = self.sketch.nodes.get(str(one)), self.sketch.nodes.get(str(other))
+        if mine is None or theirs is None or mine.reads != theirs.reads:
             return False
         if not isinstance(mine.op, Select) or not isinstance(theirs.op, Select):
             return False

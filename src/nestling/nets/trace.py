@@ -78,6 +78,9 @@ class Watcher(fx.Tracer):
         value = self.run(proxy.node)
         if has_tensors(value):
             return proxy
+        if self.writes[proxy.node]:
+            where = place(self.root.get_submodule("module"), proxy.node)
+            raise NestlingError(f"{self.net}: cannot nest {where}: it overwrites a tensor and gives none.")
         self.graph.erase_node(proxy.node)
         return value
 
@@ -168,36 +171,46 @@ class Trace:
     others: tuple[Record, Record, Record]  # evaluation, then both with the other batch size
     twins: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = field(default_factory=dict)
 
+    def is_batch(self, node: fx.Node) -> bool:
+        """Whether an operation gives one thing for each image, images first."""
+        mine, larger = shapes(self.record.values[node]), shapes(self.others[1].values[self.twins[node][1]])
+        same = larger == [(BATCHES[1], *shape[1:]) for shape in mine]
+        return same and all(shape[:1] == BATCHES[:1] for shape in mine)
 
-def trace(module: nn.Module, shape: Shape, net: str) -> Trace:
-    """The operations of a module on images of `shape`."""
+
+def trace(module: nn.Module, shape: Shape, net: str, training: bool = True) -> Trace:
+    """The operations of a module on images of `shape`, in training and evaluation or in evaluation only."""
     hollow = hollowed(module, net)
     kinds = [p.dtype for p in module.parameters() if p.is_floating_point()]
     records = []
     for batch in BATCHES:
         image = torch.empty(batch, *shape, device="meta", dtype=kinds[0] if kinds else torch.float32)
-        records += [watched(hollow.train(training), image, net, module) for training in (True, False)]
+        evaluated = watched(hollow.eval(), image, net, module)
+        records += [watched(hollow.train(), image, net, module) if training else evaluated, evaluated]
     train, *others = records
     found = Trace(module, train, (others[0], others[1], others[2]))
-    align(found, net)
+    align(found, net, each_by_itself=training)
     return found
 
 
 def hollowed(module: nn.Module, net: str) -> nn.Module:
     """A copy of the module whose tensors have no data."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {
-        id(t): nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
-        for t in tensors
-    }
     try:
-        hollow = copy.deepcopy(module, memo)
+        hollow = copy.deepcopy(module, without_data(module))
     except Exception as error:
         raise NestlingError(
             f"{net}: cannot nest it: it cannot be copied ({type(error).__name__}: {error}). Keep tensors as parameters "
             "or buffers."
         ) from None
     return Whole(hollow)
+
+
+def without_data(module: nn.Module) -> dict[int, Any]:
+    """For deepcopy: the module's tensors and what stands for them in a copy without data."""
+    return {
+        id(t): nn.Parameter(t.to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
+        for t in (*module.parameters(), *module.buffers())
+    }
 
 
 def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Record:
@@ -272,8 +285,8 @@ def needed_nodes(tracer: Watcher, graph: fx.Graph) -> tuple[list[fx.Node], list[
     return [n for n in computed if n in live], [n for n in computed if n not in live], output.args[0]
 
 
-def align(found: Trace, net: str) -> None:
-    """Match the operations of the four runs; they must be the same, on tensors of the same shape but for the batch."""
+def align(found: Trace, net: str, each_by_itself: bool) -> None:
+    """Match the operations of the four runs; they must be the same and, if asked, keep the images first."""
     records = (found.record, *found.others)
     steps = [[(n.op, str(n.target), n.meta["path"]) for n in record.nodes] for record in records]
     for index, other in enumerate(steps[1:], start=1):
@@ -294,9 +307,9 @@ def align(found: Trace, net: str) -> None:
         node: (a, b, c)
         for node, a, b, c in zip(found.record.nodes, *(record.nodes for record in found.others), strict=True)
     }
-    for node, twins in found.twins.items():
-        mine, larger = shapes(found.record.values[node]), shapes(found.others[1].values[twins[1]])
-        if larger != [(BATCHES[1], *shape[1:]) for shape in mine] or any(shape[:1] != BATCHES[:1] for shape in mine):
+    for node in found.twins if each_by_itself else ():
+        if not found.is_batch(node):
+            mine, larger = shapes(found.record.values[node]), shapes(found.others[1].values[found.twins[node][1]])
             raise NestlingError(
                 f"{net}: cannot nest {place(found.module, node)}: of {BATCHES[0]} images it makes a tensor of shape "
                 f"{mine[0]}, of {BATCHES[1]} one of {larger[0]}; expected the images first, each by itself."

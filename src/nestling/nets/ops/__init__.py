@@ -16,6 +16,7 @@ from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.map import Map
 from nestling.nets.ops.mean import Mean
 from nestling.nets.ops.module import Module
+from nestling.nets.ops.opaque import Opaque
 from nestling.nets.ops.operation import Operation
 from nestling.nets.ops.prelu import PReLU
 from nestling.nets.ops.select import Select
@@ -33,6 +34,7 @@ __all__ = [
     "Map",
     "Mean",
     "Module",
+    "Opaque",
     "Operation",
     "PReLU",
     "Select",
@@ -51,6 +53,7 @@ OPS: dict[str, type[Operation]] = {
     "map": Map,
     "mean": Mean,
     "module": Module,
+    "opaque": Opaque,
     "zip": Zip,
     "select": Select,
     "cat": Cat,

@@ -1,0 +1,282 @@
+"""A trained network that answers on the way: `exits(module, at=(0.25, 0.5))`, births in depth.
+
+In: a module that turns an image into logits, and where it is to answer early: shares of its multiply-accumulates, or names
+of its modules. Out: a NestedNet whose last answer is the module's own, bit for bit, with a small head after each of these
+places. The module's layers are frozen and stay in evaluation; only heads are trained. A block is born at the first exit that
+needs it, so that what lies behind an exit is not computed before its answer is out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from nestling.errors import NestlingError, nearest
+from nestling.nets.assemble import Assembled, built, fitted
+from nestling.nets.net import NestedNet
+from nestling.nets.operations import Call
+from nestling.nets.ops import BatchNorm, Conv, Linear, Map, Mean, Opaque
+from nestling.nets.plan import Node, Plan
+from nestling.nets.read import Reader, read_whole
+from nestling.nets.sketch import Sketch
+from nestling.nets.trace import BATCHES, Shape, path_of
+
+HEADS = ("linear", "conv")
+
+
+class Exits(NestedNet):
+    """A nested network whose backbone stays as it came: in evaluation, frozen. Only its exits train."""
+
+    backbone: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> "Exits":
+        super().train(mode)
+        for name in self.backbone:
+            self.layer(name).eval()
+        return self
+
+    def reset(self, generator: torch.Generator) -> "Exits":
+        """Draw the exits anew; the backbone is somebody's own."""
+        for node in self.plan.nodes:
+            if node.op.layered and node.name not in self.backbone:
+                node.op.reset(self.layer(node.name), generator)
+        return self
+
+
+def exits(
+    module: nn.Module,
+    at: Sequence[float | str] = (0.25, 0.5),
+    shape: Shape = (3, 32, 32),
+    head: str = "linear",
+    width: int = 128,
+    name: str = "",
+    generator: torch.Generator | None = None,
+) -> Exits:
+    """The module with an exit after each place of `at`: a share of its MACs, or the name of one of its modules.
+
+    A head is pooling, batch norm and a linear layer; "conv" puts a 3x3 convolution of stride 2 to `width` channels before it.
+    """
+    net = name or type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
+    check(at, head, width, net)
+    reader = read_whole(module, shape, net)
+    places = chosen(reader, at, net)
+    with torch.random.fork_rng(devices=[]):  # torch draws weights for every new layer
+        made = drawn(reader, places, head, width, net)
+    found = made.net
+    assert isinstance(found, Exits)
+    found.backbone = tuple(name for name in made.origins if name in found.plan.by_name)
+    found.requires_grad_(True)
+    for layer in found.backbone:
+        found.layer(layer).requires_grad_(False)
+    found.reset(generator if generator is not None else torch.Generator().manual_seed(0))
+    prove(module, found, shape, net)
+    return found.train(module.training)
+
+
+def check(at: Any, head: str, width: Any, net: str) -> None:
+    listed = at if isinstance(at, tuple | list) and at else ()
+    shares = [place for place in listed if not isinstance(place, str)]
+    if not listed or not all(type(share) in (int, float) and 0 < share < 1 for share in shares):
+        raise NestlingError(
+            f"{net}: found exits at {at!r}; expected a list of shares of the module's work between 0 and 1, or of names of its "
+            'modules, such as (0.25, 0.5) or ("layer1", "layer2")'
+        )
+    if head not in HEADS or type(width) is not int or width < 1:
+        raise NestlingError(
+            f"{net}: found a head {head!r} of width {width!r}; expected one of {', '.join(HEADS)} and a number"
+        )
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx.Node, str]]:
+    """The tensor after which each exit stands, in the order in which they are computed, with the name in the sketch."""
+    order = reader.trace.record.nodes
+    done = work_done(reader)
+    found = {named(reader, place, net) if isinstance(place, str) else shared(reader, place, done, net) for place in at}
+    kept = sorted((node for node in found), key=order.index)
+    if len(kept) < len(at):
+        raise NestlingError(
+            f"{net}: several of the exits {tuple(at)} fall on the same place, as after {reader.drawn[kept[0]]}; ask for fewer"
+        )
+    names = [(node, reader.drawn[node]) for node in kept]
+    late = [name for _, name in names if name == reader.sketch.output]
+    if late:
+        raise NestlingError(f"{net}: an exit at {late[0]} would be the module's own answer; ask for an earlier one")
+    return [(node, str(name)) for node, name in names]
+
+
+def work_done(reader: Reader) -> dict[str, int]:
+    """How many MACs are spent when each node of the sketch is computed."""
+    nodes, total, done = reader.sketch.nodes, 0, {}
+    for node in nodes.values():
+        there = replace(node, births=(1,) * node.channels)
+        reads = [replace(nodes[read], births=(1,) * nodes[read].channels) for read in node.reads]
+        total += sum(there.op.macs(there, reads))
+        done[node.name] = total
+    return done
+
+
+def shared(reader: Reader, share: float, done: dict[str, int], net: str) -> fx.Node:
+    """The place where one tensor holds all that goes on, nearest to a share of the work; the deepest of equally near ones."""
+    candidates = []
+    for index, node in separators(reader):
+        name = reader.drawn.get(node)
+        if isinstance(name, str) and name != reader.sketch.output and is_feature(reader.values[node]):
+            candidates.append((abs(done[name] - share * max(done.values())), -index, node))
+    if not candidates:
+        raise NestlingError(
+            f"{net}: it has no place where one tensor holds all that goes on (branches run side by side all the way). Name the "
+            'modules after which it should answer, such as at=("layer1",)'
+        )
+    return min(candidates, key=lambda candidate: candidate[:2])[2]
+
+
+def separators(reader: Reader) -> Iterator[tuple[int, fx.Node]]:
+    """The operations after which nothing that was computed before them is read any more."""
+    record = reader.trace.record
+    order = {node: index for index, node in enumerate(record.nodes)}
+    last_read = {node: max((order.get(user, -1) for user in node.users), default=-1) for node in (record.image, *order)}
+    reach = last_read[record.image]
+    for index, node in enumerate(record.nodes):
+        if reach <= index:
+            yield index, node
+        reach = max(reach, last_read[node])
+
+
+def named(reader: Reader, path: str, net: str) -> fx.Node:
+    """What a module gives: the last operation inside it."""
+    inside = [
+        node
+        for node in reader.trace.record.nodes
+        if isinstance(reader.drawn.get(node), str) and (own_path(node) == path or own_path(node).startswith(f"{path}."))
+    ]
+    if not inside:
+        known = {p for n in reader.trace.record.nodes for p in prefixes(own_path(n))}
+        raise NestlingError(f"{net}: no module {path!r} runs in it; did you mean {nearest(path, known)}?")
+    if not is_feature(reader.values[inside[-1]]):
+        raise NestlingError(
+            f"{net}: {path} gives a tensor of shape {tuple(reader.values[inside[-1]].shape)}, no features of an image"
+        )
+    return inside[-1]
+
+
+def own_path(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else path_of(node)
+
+
+def prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
+
+
+def is_feature(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() in (2, 3, 4) and value.is_floating_point()
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width: int, net: str) -> Assembled:
+    """The backbone with births by the first exit that needs each node, and the heads."""
+    stages = len(places) + 1
+    sketch, renamed = fitted(reader.sketch, [f"exit{stage}" for stage in range(1, stages)])
+    new = {old: name for name, old in renamed.items()}
+    ends = [new[name] for _, name in places] + [sketch.output]
+    births = first_needed(sketch, ends)
+    nodes = [replace(n, births=(births[n.name],) * n.channels) for n in sketch.nodes.values() if n.name in births]
+    classes = sketch.nodes[sketch.output].channels
+    layers: dict[str, nn.Module] = dict(sketch.layers)
+    heads = []
+    for stage, (node, end) in enumerate(zip((node for node, _ in places), ends, strict=False), start=1):
+        parts = drawn_head(f"exit{stage}", stage, sketch.nodes[end], reader.values[node], classes, head, width)
+        nodes += [part for part, _ in parts]
+        layers |= {part.name: layer for part, layer in parts if layer is not None}
+        heads.append(parts[-1][0].name)
+    if sketch.nodes[sketch.output].size:
+        raise NestlingError(
+            f"{net}: its answer is a tensor of shape (N, {classes}, ...); exits answer with one row of logits"
+        )
+    sizes = (*(f"exit{stage}" for stage in range(1, stages)), "full")
+    plan = Plan(net, tuple(nodes), (*heads, sketch.output), sizes)
+    return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Exits)
+
+
+def first_needed(sketch: Sketch, ends: list[str]) -> dict[str, int]:
+    """The first stage whose answer needs each node."""
+    births: dict[str, int] = {}
+    for stage, end in enumerate(ends, start=1):
+        open_ends = [end]
+        while open_ends:
+            name = open_ends.pop()
+            if name not in births:
+                births[name] = stage
+                open_ends += sketch.nodes[name].reads
+    births[next(iter(sketch.nodes))] = 1
+    return births
+
+
+def drawn_head(
+    at: str, stage: int, source: Node, value: Tensor, classes: int, head: str, width: int
+) -> list[tuple[Node, nn.Module | None]]:
+    """The nodes of one exit, with the layers of those that somebody has to hand over."""
+    parts: list[tuple[Node, nn.Module | None]] = []
+    last, channels = source.name, source.channels
+
+    def put(label: str, op: Any, channels: int, size: tuple[int, ...] = (), layer: nn.Module | None = None) -> str:
+        parts.append((Node(f"{at}.{label}", op, (last,), (stage,) * channels, size), layer))
+        return f"{at}.{label}"
+
+    image = value.dim() == 4 and not channels_last(value)
+    if image:
+        if head == "conv":
+            size = tuple((side + 1) // 2 for side in source.size)
+            last = put("conv", Conv((3, 3), (2, 2), (1, 1)), width, size)
+            last = put("conv_norm", BatchNorm(), width, size)
+            last, channels = put("relu", Map("relu"), width, size), width
+        last = put("pool", Mean(), channels)
+    elif value.dim() > 2:  # tokens, or an image with its channels last
+        channels = value.shape[-1]
+        pool = Call(torch.mean, 0, (None, tuple(range(1, value.dim() - 1))), {})
+        last = put("pool", Opaque(), channels, (), pool)
+    last = put("norm", BatchNorm(), channels)
+    put("linear", Linear(bias=True), classes)
+    return parts
+
+
+def channels_last(value: Tensor) -> bool:
+    """Whether the first two of three sides are an image's: of a square image they are the equal ones."""
+    _, first, second, third = value.shape
+    return first == second != third
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def prove(module: nn.Module, net: Exits, shape: Shape, name: str) -> None:
+    """The last answer is the module's own, for two batch sizes; else raise."""
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return
+    modes = {layer: layer.training for layer in module.modules()}
+    first = next(module.parameters(), torch.zeros(0))
+    net.eval()
+    try:
+        module.eval()
+        with torch.no_grad():
+            for batch in BATCHES:
+                x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch)).to(first)
+                mine, theirs = net(x)[-1], module(x)
+                limit = 1e-5 * float(theirs.abs().max())
+                if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=0.0, atol=limit, equal_nan=True):
+                    raise NestlingError(
+                        f"{name}: it was not read right: for {batch} images its last answer is not the module's. This is a "
+                        "fault of nestling's."
+                    )
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode

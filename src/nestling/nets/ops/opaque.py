@@ -1,0 +1,87 @@
+"""A piece of somebody's module as it was recorded: it may mix all channels, so they are all born at once.
+
+For births in depth, where whole blocks are born together; a nest in width cannot use it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nestling.errors import NestlingError
+from nestling.nets.births import Births
+from nestling.nets.ops.frozen import Op
+from nestling.nets.ops.operation import Channels, Operation, Size
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from nestling.nets.layers import Cut
+    from nestling.nets.plan import Node
+
+
+@dataclass(frozen=True)
+class Opaque(Operation):
+    work: int = 0  # multiply-accumulates of an image
+    held: int = 0  # parameters
+
+    kind: ClassVar[str] = "opaque"
+    layered: ClassVar[bool] = True
+    given: ClassVar[bool] = True
+
+    @property
+    def any_axis(self) -> bool:
+        return True
+
+    def births(self, node: Node, reads: Sequence[Node]) -> Births:
+        return (max(birth for read in reads for birth in read.births),) * node.channels
+
+    def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
+        """Everything; said of the first row only, since all rows go together."""
+        return tuple(tuple(range(read.channels)) if row == 0 else () for read in reads)
+
+    def wants(self, node: Node, reads: Sequence[Node], rows: Channels, stage: int) -> tuple[Channels, ...]:
+        return tuple(tuple(range(read.channels)) for read in reads)
+
+    def spread(self, node: Node, reads: Sequence[Node], mine: Sequence[int], theirs: Sequence[list[int]]) -> None:
+        """Whoever needs one row has all of them computed."""
+        assert isinstance(mine, list)
+        owned = 0
+        for bits in mine:
+            owned |= bits
+        mine[:] = [owned] * len(mine)
+        super().spread(node, reads, mine, theirs)
+
+    def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
+        if len(set(node.births)) > 1:
+            raise NestlingError(
+                f"{plan}: {node.name} was not read channel by channel, so that its channels cannot be born at the different "
+                f"stages {sorted(set(node.births))}."
+            )
+
+    def params(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
+        return (self.held, *[0] * (node.channels - 1))
+
+    def macs(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
+        return (self.work, *[0] * (node.channels - 1))
+
+    def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut | None:
+        return None
+
+    def reset(self, layer: Any, generator: torch.Generator) -> None:
+        pass
+
+    def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
+        out: Tensor = layer(*reads)
+        return out
+
+    def kept(
+        self, name: str, value: Tensor, node: Node, reads: Sequence[Node], rows: Channels, inputs: Channels
+    ) -> Tensor:
+        return value
+
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+        return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]

@@ -1,0 +1,209 @@
+"""Exits of a trained module: its own answer stays, bit for bit; early answers need nothing that lies behind them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nestling
+from nestling.errors import NestlingError
+from nestling.nets.exits import Exits, exits
+
+IMAGE = (3, 16, 16)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, out, 3, stride, 1), nn.BatchNorm2d(out)
+        self.down = nn.Conv2d(width, out, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + self.down(x), inplace=True)
+
+
+class Small(nn.Module):
+    """A ResNet of three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layer1, self.layer2, self.layer3 = Block(8, 8), Block(8, 16, 2), Block(16, 32, 2)
+        self.fc = nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        logits: Tensor = self.fc(y.mean((2, 3)))
+        return logits
+
+
+class Attention(nn.Module):
+    """One block of a transformer, as people write it: heads stand before the images."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(n, tokens, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        y = ((q @ k.transpose(-2, -1)) / 2).softmax(-1) @ v
+        y = self.out(y.transpose(1, 2).reshape(n, tokens, width))
+        y.mul_(self.scale)
+        return x + y
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, 12, 4, 4), nn.Parameter(torch.randn(1, 1, 12))
+        self.place = nn.Parameter(torch.randn(1, 17, 12))
+        self.blocks, self.norm, self.head = (
+            nn.Sequential(*(Attention(12) for _ in range(3))),
+            nn.LayerNorm(12),
+            nn.Linear(12, 7),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.patch(x).flatten(2).transpose(1, 2)
+        y = torch.cat([self.token.expand(x.shape[0], -1, -1), y], 1) + self.place
+        logits: Tensor = self.head(self.norm(self.blocks(y))[:, 0])
+        return logits
+
+
+class Shuffles(nn.Module):
+    """Channel shuffle, a norm over channels, softmax over channels and a parameter that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.fc = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+        self.gamma = nn.Parameter(torch.rand(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        y = y.view(y.size(0), 2, 4, *y.shape[2:]).transpose(1, 2).contiguous().view(y.shape) * self.gamma
+        y = F.layer_norm(self.two(y).permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)
+        logits: Tensor = self.fc((y * y.softmax(1)).amax((2, 3)))
+        return logits
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "resnet": (Small, (0.3, 0.7)),
+    "resnet by name": (Small, ("layer1", "layer2")),
+    "transformer": (Transformer, (0.4, 0.7)),
+    "transformer by name": (Transformer, ("blocks.0", "blocks.1")),
+    "what a width nest refuses": (Shuffles, ("one",)),
+}
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_the_last_answer_is_the_modules_own(what: str) -> None:
+    torch.manual_seed(0)
+    make, at = MODULES[what]
+    module = make().train()
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            assert layer.running_mean is not None
+            layer.running_mean.normal_()
+    net = exits(module, at, IMAGE)
+    assert module.training and isinstance(net, Exits) and len(net.plan.heads) == len(at) + 1
+    for batch in (1, 5):
+        x = torch.randn(batch, *IMAGE)
+        with torch.no_grad():
+            whole = net.eval()(x)
+            assert torch.equal(whole[-1], module.eval()(x)), "bit for bit"
+            for stage, (mine, staged) in enumerate(zip(whole, net.answers(x), strict=True), start=1):
+                assert torch.equal(mine, staged)
+                assert torch.allclose(net.subnet(stage)(x), mine, atol=1e-6)
+    assert 0 < net.plan.macs(1) < net.plan.macs(2)
+
+
+def test_early_answers_need_nothing_that_comes_later() -> None:
+    net = exits(Small().eval(), ("layer1", "layer2"), IMAGE).eval()
+    x = torch.randn(2, *IMAGE)
+    before = [answer.clone() for answer in net.answers(x)]
+    for node in net.plan.nodes:
+        if node.births[0] == 3 and node.op.layered:
+            for tensor in (*net.layer(node.name).parameters(), *net.layer(node.name).buffers()):
+                if tensor.is_floating_point():
+                    tensor.data.fill_(float("nan"))
+    after = list(net.answers(x))
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1]) and after[2].isnan().all()
+
+
+def test_only_heads_train_and_the_backbone_stays() -> None:
+    torch.manual_seed(0)
+    module = Small().eval()
+    net = exits(module, (0.3, 0.7), IMAGE, head="conv", width=16).train()
+    x, y = torch.randn(32, *IMAGE), torch.arange(32) % 10
+    last = module(x)
+    learnt = [p for p in net.parameters() if p.requires_grad]
+    assert {key.split(".")[0] for key, p in net.named_parameters() if p.requires_grad} == {"exit1", "exit2"}
+    steps, losses = torch.optim.Adam(learnt, 0.01), []
+    for _ in range(40):
+        steps.zero_grad()
+        answers = net(x)
+        loss = F.cross_entropy(answers[0], y) + F.cross_entropy(answers[1], y)
+        loss.backward()
+        steps.step()
+        losses.append(float(loss.detach()))
+        assert torch.equal(answers[-1], last), "also while heads train"
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_transformer_with_exits_answers_by_deadline(tmp_path: Any) -> None:
+    net = exits(Transformer().eval(), (0.4,), IMAGE).eval()
+    spec = nestling.Spec("mine", IMAGE, tuple("abcdefg"), net.sizes, mean=(0.5,) * 3, std=(0.5,) * 3)
+    nestling.export_net(net, spec, str(tmp_path / "mine"), torch.randn(8, *IMAGE))  # which verifies what it wrote
+
+
+def test_work_is_counted_as_torch_counts_it() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = Transformer().eval()
+    net = exits(module, (0.5,), IMAGE).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(torch.randn(1, *IMAGE))
+    heads = sum(
+        net.plan.row_macs(n, r) for n in net.plan.nodes if n.name.startswith("exit1") for r in range(n.channels)
+    )
+    assert net.plan.macs(2) - heads == counter.get_total_flops() // 2
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "no place": (Small, (), "found exits at"),
+    "a share of all": (Small, (0.5, 1.0), "found exits at"),
+    "text": (Small, "layer1", "found exits at"),
+    "twice the same": (Small, ("layer1", "layer1"), "fall on the same place, as after layer1.relu"),
+    "unknown": (Small, ("layer9",), r"no module 'layer9' runs in it; did you mean layer"),
+    "the answer itself": (Small, ("fc",), "would be the module's own answer"),
+    "two answers": (Two, (0.5,), "must return one tensor"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_have_exits_is_refused(what: str) -> None:
+    make, at, words = WRONG[what]
+    with pytest.raises(NestlingError, match=words):
+        exits(make(), at, IMAGE)
+
+
+def test_what_is_overwritten_through_views_is_refused() -> None:
+    class Overwrites(Shuffles):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            y.permute(1, 0, 2, 3).add_(1)
+            logits: Tensor = self.fc(self.two(y).mean((2, 3)))
+            return logits
+
+    with pytest.raises(NestlingError, match="overwrites in place"):
+        exits(Overwrites(), ("one",), IMAGE)
