@@ -27,6 +27,7 @@ from torch import Tensor
 from nestling.data.dataset import channel_statistics
 from nestling.data.split import MemorySplit
 from nestling.data.synthetic import make
+from nestling.files import RECIPE
 from nestling.nets import build, plan
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
@@ -180,7 +181,7 @@ def runs_table(args: argparse.Namespace) -> list[dict[str, Any]]:
     errors: dict[str, list[float]] = {}
     for way in ("eager", "graph"):
         path = Path(args.folder) / way
-        begun = RunDir(path).has("recipe.json")
+        begun = RunDir(path).has(RECIPE)
         recipe = override(named("cifar10-width"), [*quick, f"train.engine={way}"])
         errors[way] = [100 * stage["error"] for stage in train(recipe, str(path), begun, " ".join(sys.argv))["stages"]]
         print(f"{way:6} error % " + " ".join(f"{error:6.2f}" for error in errors[way]), flush=True)

@@ -93,22 +93,18 @@ class Subject:
             self.images = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def open(self, source: str, threads: int) -> Any:
-        from nestling.data import load
         from nestling.nets import NETS, build
         from nestling.recipes.recipe import NetworkRecipe
-        from nestling.runs.evaluate import OUTPUTS
-        from nestling.runs.folder import RunDir
+        from nestling.runs.open import resolve
         from nestling.runtime import Runtime
 
         if source in NETS:
             return Runtime(build(NetworkRecipe(name=source)), device="cpu", threads=threads)
-        run = RunDir.open(source)
+        run = resolve(source)
         runtime = Runtime(run, device="cpu", threads=threads)
-        tensors, _ = run.load_tensors(OUTPUTS)
+        tensors = run.outputs()
         labels = tensors["labels"].numpy()
-        self.images = (
-            load(run.read_recipe().data).test.pictures(tensors["labels"].new_tensor(range(len(labels)))).numpy()
-        )
+        self.images = run.data().test.pictures(tensors["labels"].new_tensor(range(len(labels)))).numpy()
         right = tensors["logits"].argmax(2).numpy() == labels
         self.wrong = 1.0 - np.vstack([labels == int(runtime.prior.argmax()), right])
         self.labels = labels
@@ -283,22 +279,22 @@ def by_deadline(
 def curve(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from nestling.report.records import CURVE
-    from nestling.runs.evaluate import OUTPUTS
-    from nestling.runs.folder import RunDir
+    from nestling.files import CURVE
+    from nestling.runs.open import resolve
     from nestling.runtime.build import build_engine
     from nestling.runtime.engine import Stop
-    from nestling.runtime.runtime import load_run
+    from nestling.runtime.runtime import spec_of
     from nestling.studies.deadline import NEST, ORACLE_ALL, anytime, oracle_all, timed
 
     torch.set_num_threads(1)
     folders = [options.source, *options.alone]
     engines, outputs, names = [], [], []
     for folder in folders:
-        run = RunDir.open(folder)
-        net, spec = load_run(run)
+        run = resolve(folder)
+        net = run.net()
+        spec = spec_of(run, net)
         engines.append(build_engine(net, "cpu", "auto", options.threads))
-        outputs.append(run.load_tensors(OUTPUTS)[0])
+        outputs.append(run.outputs())
         names.append(f"{spec.name} {'-'.join(spec.sizes)}")
     x = np.random.default_rng(0).normal(size=(1, *spec.shape)).astype(np.float32)
     traces: list[list[list[float]]] = [[] for _ in engines]
@@ -331,7 +327,9 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
         "nest_answered": [row.answered for row in ours], "schemes": [NEST, ORACLE_ALL],
         "mean_points_above_oracle_all": float(np.mean(differences)), "worst_points_below": float(-min(differences)),
     }  # fmt: skip
-    RunDir.open(folders[0]).write_json(CURVE, found)  # reports draw it
+    nested = resolve(folders[0])
+    if not nested.comes_with_us:
+        nested.write_json(CURVE, found)  # reports draw it
     return found
 
 

@@ -15,17 +15,16 @@ import time
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from nestling.runs.folder import RunDir
+from nestling.runs.open import resolve
 from nestling.runs.provenance import provenance
 
 
 def mistakes(path: str) -> tuple[dict[int, Tensor], Tensor]:
     """Stage -> which answers are wrong; and the labels."""
-    run = RunDir.open(path)
-    found, first = load_file(run.path / "outputs.safetensors"), run.read_recipe().network.alone or 1
+    run = resolve(path)
+    found, first = run.outputs(), run.recipe.network.alone or 1
     wrong = found["logits"].argmax(2) != found["labels"]
     return {first + i: each for i, each in enumerate(wrong)}, found["labels"]
 
@@ -51,7 +50,7 @@ def difference(a: str, b: str) -> list[dict[str, Any]]:
 
 def stages(path: str) -> list[dict[str, Any]]:
     wrong, _ = mistakes(path)
-    losses = RunDir.open(path).read_log()[-1]["train_loss"]
+    losses = resolve(path).read_log()[-1]["train_loss"]
     rows, before = [], None
     for (stage, now), loss in zip(wrong.items(), losses, strict=True):
         row = {"run": path, "stage": stage, "error": percent(now), "train_loss": loss}

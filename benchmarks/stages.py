@@ -29,12 +29,11 @@ import torch
 from nestling.nets import NETS, NestedNet, Plan, build, plan
 from nestling.nets.births import grow
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runs.folder import RunDir
+from nestling.runs.open import resolve
 from nestling.runs.provenance import provenance
 from nestling.runtime import Anytime, Runtime, Spec
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Engine, Floats, Stop
-from nestling.runtime.runtime import load_run
 from nestling.runtime.verified import run_all
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -45,8 +44,8 @@ TURN = 10  # runs of one candidate before the next has its turn
 def network(source: str) -> tuple[NestedNet, NetworkRecipe]:
     """A network by name (its batch norms warmed up by noise) or a run's."""
     if source not in NETS:
-        run = RunDir.open(source)
-        return load_run(run)[0], run.read_recipe().network
+        run = resolve(source)
+        return run.net(), run.recipe.network
     return warmed(NetworkRecipe(name=source)), NetworkRecipe(name=source)
 
 

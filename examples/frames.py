@@ -13,15 +13,15 @@ from collections import Counter
 
 import torch
 
-from nestling import RunDir, Runtime
-from nestling.data import load
+from nestling import Runtime
+from nestling.runs.open import resolve
 
 parser = argparse.ArgumentParser()
-parser.add_argument("run", help="a run's folder")
+parser.add_argument("run", help="a run's folder, or the name of a trained network")
 parser.add_argument("--frames", type=int, default=200)
 options = parser.parse_args()
 
-test = load(RunDir.open(options.run).read_recipe().data).test
+test = resolve(options.run).data().test
 frames = test.pictures(torch.arange(min(options.frames, len(test))))
 answered, right, late = Counter[int](), 0, 0.0
 

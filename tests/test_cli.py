@@ -20,7 +20,7 @@ from nestling.commands import cli
 from nestling.commands.cli import COMMANDS, Command, main
 from nestling.nets import NETS
 from nestling.recipes import RECIPES
-from nestling.runs import shelf
+from nestling.runs.folder import shipped
 
 # A command as any other: it works, talks on stdout (by itself and through a child) and fails on request.
 SAMPLE = '''
@@ -250,7 +250,7 @@ def test_every_command_has_command_show_types_and_help(name: str, capfd: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("train", [*RECIPES]), ("describe", [*NETS, *shelf.names()])], ids=["recipes", "networks"]
+    ("name", "known"), [("train", [*RECIPES]), ("describe", [*NETS, *shipped()])], ids=["recipes", "networks"]
 )
 def test_every_recipe_and_network_is_listed_by_the_help_and_once_by_a_hopeless_mistake(
     name: str, known: list[str], capfd: pytest.CaptureFixture[str]

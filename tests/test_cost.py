@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import NestlingError
+from nestling.files import PROFILE
 from nestling.runs.folder import RunDir
-from nestling.runs.latency import PROFILE, Latency, from_dict, load_profile, to_dict
+from nestling.runs.latency import Latency, from_dict, load_profile, to_dict
 
 
 def test_percentiles_by_hand() -> None:

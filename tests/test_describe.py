@@ -18,7 +18,8 @@ from nestling.nets.blocks import survey
 from nestling.nets.draw import colour, draw
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override
-from nestling.runs import shelf
+from nestling.runs.folder import shipped
+from nestling.runs.open import resolve
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -130,15 +131,16 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], error: str, capfd: 
     assert out == "" and error in err and "Traceback" not in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", shelf.names())
+@pytest.mark.parametrize("name", shipped())
 def test_a_trained_network_is_described_by_its_name(name: str) -> None:
-    found, card = command(name), shelf.card(name)
-    for described, measured in zip(found["stages"], card["results"]["stages"], strict=True):
+    found, results = command(name), resolve(name).results
+    for described, measured in zip(found["stages"], results["stages"], strict=True):
         assert [described[key] for key in ("size", "macs", "params")] == [
             measured[key] for key in ("size", "macs", "params")
         ]
-    assert found["shape"] == card["shape"] and found["classes"] == 10 and found["network"] == name
+    assert found["shape"] == results["shape"] and found["classes"] == 10 and found["network"] == name
     assert command(name, classes=3, shape="3,64,64")["shape"] == [3, 64, 64]
+    assert command(str(resolve(name).path)) == {**found, "network": str(resolve(name).path)}, "as any run's folder is"
 
 
 # --- the picture ------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import Tensor
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
-from nestling.runs.evaluate import network
 from nestling.runs.folder import RunDir
+from nestling.runs.open import resolve
 from nestling.train import Training, train
 from nestling.train.loop import make_optimizer
 from nestling.train.losses import stage_losses
@@ -294,7 +294,7 @@ def test_with_a_teacher_both_ways_to_the_gradients_take_the_same_step(
 
 def test_a_teacher_teaches_every_stage_with_the_last_stage_of_its_run(taught_by: str) -> None:
     made = recipe("sgd", f"train.teacher={taught_by}", "train.distill=0.7", "train.distill_temperature=3").train
-    net, wise = build(NetworkRecipe(name="width-digits")), network(RunDir.open(taught_by)).train()
+    net, wise = build(NetworkRecipe(name="width-digits")), resolve(taught_by).net().train()
     x, y = batch()
     x = x.float()
     with torch.no_grad():

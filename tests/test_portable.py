@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import NestlingError
-from nestling.export.manifest import MANIFEST, checksum
+from nestling.export.manifest import checksum
+from nestling.files import MANIFEST
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime

@@ -25,16 +25,17 @@ from nestling.commands import export, predict, profile, train
 from nestling.commands.cli import main
 from nestling.data import load, picture
 from nestling.errors import NestlingError
+from nestling.files import OUTPUTS
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runs.evaluate import OUTPUTS
 from nestling.runs.folder import RunDir
 from nestling.runs.latency import WARM_UP, load_profile
+from nestling.runs.open import resolve
 from nestling.runtime import Abandoned, Pace, Runtime, Stop, confidence
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
 from nestling.runtime.forecast import KEPT, Forecast, Recent, survey
 from nestling.runtime.forecast import Trail as Recorded
-from nestling.runtime.runtime import load_source
+from nestling.runtime.runtime import spec_of
 from nestling.runtime.work import Row, Trail, Work
 from nestling.runtime.worker import Worker
 from nestling.studies.profile import measure
@@ -526,7 +527,7 @@ def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], 
     settings = ("data.name=folder", f"data.root={tmp_path / 'own'}", "data.size=16", "data.workers=0", "train.epochs=1")
     train.command("digits-width", out=str(run), set=(*settings, "train.batch=4"), quiet=True)
     there = predict.command(str(run), (str(folder),), device="cpu")
-    _, spec, _ = load_source(str(run))
+    spec = spec_of(resolve(run), resolve(run).net())
     assert spec.prior == (0.5, 0.5)
     x = torch.rand(2, 3, 16, 16)
     expected = nestling.load(str(run))(x)
@@ -538,7 +539,7 @@ def test_a_run_answers_where_its_data_are_not(pictures: tuple[Path, list[int]], 
     elsewhere = predict.command(str(run), (str(folder),), device="cpu")
     said = [[image["answer"]["probabilities"] for image in result["images"]] for result in (there, elsewhere)]
     assert said[0] == said[1]
-    assert load_source(str(run))[1] == spec
+    assert spec_of(resolve(run), resolve(run).net()) == spec
     assert len(profile.command(str(run), device="cpu", repeats=3)["stages"]) == 3
     assert export.command(str(run))["about"]["verified"]["images"] > 0
     with pytest.raises(NestlingError, match=r"there is no folder .*/own; data.root must hold"):

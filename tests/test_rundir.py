@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
+from nestling.files import CHECKPOINT, LOG, PROVENANCE, WEIGHTS
 from nestling.recipes import named
 from nestling.recipes.recipe import Recipe, TrainRecipe
-from nestling.runs.folder import CHECKPOINT, LOG, PROVENANCE, WEIGHTS, RunDir
+from nestling.runs.folder import RunDir
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ EXPORTS: dict[str, str] = {  # public name -> the room it comes from
     "Greedy": "nestling.gradients.combiners.greedy",
     "from_deadlines": "nestling.gradients.combiners.priority",
     "COMBINERS": "nestling.gradients.combiners",
-    "load": "nestling.runs.shelf",
+    "load": "nestling.runs.open",
     "override": "nestling.recipes.recipe",
 }
 

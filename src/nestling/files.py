@@ -1,8 +1,8 @@
-"""Writing files whole, reading what is really a file, and JSON that every reader accepts.
+"""Writing files whole, reading what is really a file, JSON that every reader accepts, and the names of our files.
 
 Comes in: bytes for a path, or a value. Goes out: a file that is complete or untouched, whatever happens
 meanwhile; JSON text. A full disk becomes a NestlingError that names the file. What is read may come from
-anywhere: pipes, devices and JSON without end are refused. It does not know what the files are for.
+anywhere: pipes, devices and JSON without end are refused. It does not know what stands in the files.
 """
 
 import contextlib
@@ -16,6 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
+
+# A run's folder: also what every stage said of the test set (outputs), some of its images (gallery), latencies (profile), and
+# errors under deadlines on a busy machine (curve)
+RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
+WEIGHTS, CHECKPOINT = "weights.safetensors", "checkpoint.safetensors"
+OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
+PROFILE, CURVE = "profile.json", "curve.json"
+# A folder of exported stages
+MANIFEST = "manifest.json"
 
 
 class DiskFull(NestlingError):

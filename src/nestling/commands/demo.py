@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nestling.commands import report
 from nestling.errors import NestlingError
+from nestling.files import PROFILE, RECIPE, RESULTS
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe
-from nestling.runs.folder import RECIPE, RESULTS, RunDir
-from nestling.runs.latency import PROFILE
+from nestling.runs.folder import RunDir
 from nestling.studies.profile import profile
 from nestling.train import train
 

@@ -1,7 +1,7 @@
 """`nestling describe NET`: a network's stages, what each adds and costs, and a picture of the nest.
 
-In: the name of a network, of a trained one or of a recipe, and what to change about it. Out: per stage its size, new and
-total parameters and MACs, its share of the un-nested network and the connections the rule drops; of a recipe also every
+In: the name of a network, of a trained one or of a recipe, or a run's folder, and what to change. Out: per stage its size, new
+and total parameters and MACs, its share of the un-nested network and the connections the rule drops; of a recipe also every
 field that --set changes; with --draw an SVG. Works on plans: makes no tensors.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from nestling.errors import NestlingError
+from nestling.errors import NestlingError, nearest
 from nestling.files import write_atomically
 from nestling.nets.draw import draw as picture_of
 from nestling.nets.plan import Plan
 from nestling.nets.registry import NETS, Shape, plan
 from nestling.recipes import RECIPES
-from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, from_dict, keys, override, says
+from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override, says
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
     Of a recipe, such as digits-width (nestling train --help lists all), every field that --set changes is listed, too.
 
     Args:
-        net: a network's name, such as width-resnet42, that of a trained network that comes with nestling, or a recipe's.
+        net: a network's name, such as width-resnet42, of a trained one, or of a recipe; or a run's folder.
         growth: another order of growing, such as w,d,w,d.
         stripes: how wide each stripe is, such as 1,1,2; without it every w doubles the width.
         widths: channels of each group at full width, such as 32,64,128.
@@ -59,14 +59,12 @@ def command(
     given = {"growth": growth, "stripes": stripes, "widths": widths, "blocks": blocks}
     settings = [f"network.{key}={value}" for key, value in given.items() if value]
     image = image_shape(shape)
-    made = RECIPES[net]() if net in RECIPES else Recipe(net, network=NetworkRecipe(name=net))
-    if made.network.name not in NETS:
-        from nestling.runs import shelf  # here, because it brings torch, which plans are made without
-
-        if shelf.holds(net):
-            card = shelf.card(net)
-            made, classes = from_dict(card["recipe"]), classes or len(card["results"]["classes"])
-            image = image or tuple(card["shape"])
+    if net in RECIPES or net in NETS:
+        made = RECIPES[net]() if net in RECIPES else Recipe(net, network=NetworkRecipe(name=net))
+    else:
+        run = opened(net)
+        made, classes = run.recipe, classes or len(run.known["classes"])
+        image = image or tuple(run.known["shape"])
     base = made.network
     base = replace(base, alone=alone or base.alone, ensemble=ensemble or base.ensemble)
     recipe = override(replace(made, network=base), settings)
@@ -77,6 +75,16 @@ def command(
     if draw:
         result["picture"] = write_picture(drawn, draw)
     return result
+
+
+def opened(name: str) -> Any:
+    """A trained network or a run's folder."""
+    from nestling.runs.folder import shipped  # here, because it brings torch, which plans are made without
+    from nestling.runs.open import resolve
+
+    if name not in shipped() and not Path(name).exists():
+        raise NestlingError(f"unknown network {name!r}; did you mean {nearest(name, [*NETS, *shipped()])}?")
+    return resolve(name)
 
 
 def described_fields(recipe: Recipe) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ from typing import Any
 from rich.table import Table
 
 from nestling.errors import NestlingError
-from nestling.runs import shelf
 from nestling.runs.device import pick_device
-from nestling.runs.evaluate import evaluate, keep, trained
+from nestling.runs.evaluate import evaluate, keep
+from nestling.runs.open import resolve
 
 
 def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, Any]:
@@ -16,33 +16,37 @@ def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, A
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: auto, cpu or cuda.
-        sample: on the first thousand test images, which come with nestling; for networks that come with it.
+        sample: on the first thousand test images only, which come with nestling for CIFAR-10; nothing is stored then.
     """
-    chosen = pick_device(device, "--device ")
-    if shelf.holds(run):
-        return shelf.evaluate_again(run, chosen, sample)
-    if sample:
-        known = ", ".join(shelf.names())
-        raise NestlingError(f"--sample is for networks that come with nestling ({known}), and {run!r} is none of them.")
-    shelf.open_run(run)
-    folder, net, data = trained(run, chosen)
-    split = "validation" if folder.read_recipe().data.validation else "test"
-    found, tensors = evaluate(net, data, split)
-    result = {"run": str(folder.path), **found}
+    chosen, opened = pick_device(device, "--device "), resolve(run)
+    data = opened.data(chosen, sample)
+    split = "validation" if opened.recipe.data.validation and not sample else "test"
+    found, tensors = evaluate(opened.net(chosen, data), data, split)
+    if sample or opened.comes_with_us:
+        return {"run": run, "stored": False, **found, "card": card(opened.results, sample)}
+    result = {"run": str(opened.path), "stored": True, **found}
     try:
-        keep(folder, data, found, tensors)
+        keep(opened, data, found, tensors)
     except NestlingError as error:
         # What was measured is shown. Still it has failed: reports read what is stored, and a script should not go on to one.
-        result["incomplete"] = f"measured, but not stored: {error}"
+        result |= {"stored": False, "incomplete": f"measured, but not stored: {error}"}
     return result
+
+
+def card(results: dict[str, Any], sample: bool) -> list[float]:
+    """The errors that a run's own results promise; [] where they do not say."""
+    if sample:
+        return list(results.get("sample", {}).get("errors", []))
+    return [row["error"] for row in results.get("stages", [])]
 
 
 def show(result: dict[str, Any]) -> Table:
     """A row per stage, for people."""
     title = f"{result['network']} on {result['data']} ({result['split']}, n={result['n']})"
     table = Table("stage", "size", "error %", "loss", "ECE %", "MACs", "repaired %", "broken %", title=title)
-    if "card" in result:
-        table.caption = "its card says " + " / ".join(f"{100 * error:.2f}" for error in result["card"]) + " %"
+    if not result.get("stored", True):
+        told = " / ".join(f"{100 * error:.2f}" for error in result.get("card", ()))
+        table.caption = (f"its card says {told} %; " if told else "") + "nothing is stored"
     moves = {move["to"]: move for move in result["transitions"]}
     for row in result["stages"]:
         move = moves.get(row["stage"])

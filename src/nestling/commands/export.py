@@ -8,12 +8,9 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from nestling.data import load
 from nestling.errors import NestlingError
-from nestling.recipes.recipe import from_dict
-from nestling.runs import shelf
-from nestling.runs.folder import WEIGHTS
-from nestling.runtime.runtime import load_source
+from nestling.runs.open import resolve
+from nestling.runtime.runtime import spec_of
 from nestling.runtime.verified import export_int8, export_net
 
 IMAGES = 64  # real images, at most, that every stage is verified on
@@ -34,20 +31,15 @@ def command(
     """
     if int8 and format != "onnx":
         raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
-    named, kind = shelf.holds(run), f"export-{format}{'-int8' if int8 else ''}"
-    folder = None if named else shelf.open_run(run)
-    if folder and not folder.has(WEIGHTS):
-        raise NestlingError(f"{folder.path} has no {WEIGHTS} yet: finish the run first, then export it")
-    if named and int8:
-        raise NestlingError(f"int8 is calibrated on training images, which {run} comes without; export a run's folder")
-    net, spec, _ = load_source(folder or run)
-    data = folder.read_recipe().data if folder else from_dict(shelf.card(run)["recipe"]).data
-    place = Path(out) if out else folder.path / kind if folder else Path(f"{run}-{kind}")
-    about = {"run": folder.path.name if folder else run, "network": net.plan.name, "data": data.name}
+    opened = resolve(run)
+    net = opened.net()
+    spec = spec_of(opened, net)
+    place = Path(out) if out else opened.place_for(f"export-{format}{'-int8' if int8 else ''}")
+    about = {"run": opened.path.name, "network": net.plan.name, "data": opened.recipe.data.name}
     if int8:
-        manifest = export_int8(net, spec, place, load(data), images, about)
+        manifest = export_int8(net, spec, place, opened.data(), images, about)
     else:
-        manifest = export_net(net, spec, place, shelf.some_images(folder or run, IMAGES), format, about)
+        manifest = export_net(net, spec, place, opened.images(IMAGES), format, about)
     found = manifest.to_dict()
     size = sum((place / stage.file).stat().st_size for stage in manifest.stages)
     return {"run": run, "folder": str(place), "bytes": size, **{k: v for k, v in found.items() if k != "shapes"}}

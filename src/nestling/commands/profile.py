@@ -43,4 +43,5 @@ def show(result: dict[str, Any]) -> Table:
             table.add_row(
                 *cells, f"{row['macs']:,}" if "macs" in row else "", end_section=row is condition["stages"][-1]
             )
+    table.caption = None if result["stored"] else "nothing is stored"
     return table

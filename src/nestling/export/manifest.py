@@ -13,9 +13,8 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.export.spec import MOST_VALUES, Spec, from_dict, sides_of
-from nestling.files import from_text, read_bytes
+from nestling.files import MANIFEST, from_text, read_bytes
 
-MANIFEST = "manifest.json"
 FORMAT, VERSION = "nestling-stages", 1
 AGAIN = "export the run again"
 

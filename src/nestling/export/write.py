@@ -17,9 +17,9 @@ from nestling import __version__
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
-from nestling.export.manifest import MANIFEST, Manifest, StageFile, checksum, read_manifest
+from nestling.export.manifest import Manifest, StageFile, checksum, read_manifest
 from nestling.export.spec import Spec
-from nestling.files import saying, to_text, write_atomically
+from nestling.files import MANIFEST, saying, to_text, write_atomically
 from nestling.nets import NestedNet
 
 Form = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]

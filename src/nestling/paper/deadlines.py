@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import inf, isinf
 from pathlib import Path
 
+from nestling.files import WEIGHTS
 from nestling.paper.pictures import View
 from nestling.paper.results import ALONE, Row, changes, less, short, strategy_name, write_csv
 from nestling.paper.tables import label
@@ -17,7 +18,6 @@ from nestling.report.families import families
 from nestling.report.records import Run
 from nestling.report.study import study
 from nestling.report.times import conditions
-from nestling.runs.folder import WEIGHTS
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.studies.profile import profile
 

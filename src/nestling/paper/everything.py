@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nestling.files import RESULTS
 from nestling.nets import plan
 from nestling.paper.grid import STUDIED, TABLES, cells, sizes
 from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
 from nestling.recipes.recipe import NetworkRecipe, Recipe
-from nestling.runs.folder import RESULTS, RunDir
+from nestling.runs.folder import RunDir
 
 SEEDS = 3
 COMPARED = ("sgd", "sgd-sum", "osgd")

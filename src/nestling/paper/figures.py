@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError, nearest
+from nestling.files import RECIPE
 from nestling.nets import plan
 from nestling.paper import pictures
 from nestling.paper.deadlines import read_studies, store_studies, view_rows
@@ -21,7 +22,6 @@ from nestling.recipes.recipe import NetworkRecipe, show
 from nestling.report.content import Block, Document, Note, Pictures, Section, Text
 from nestling.report.records import Run, find
 from nestling.report.write import publish
-from nestling.runs.folder import RECIPE
 
 SHOWN = ("osgd", "sgd")  # ways of training that the figures show, the paper's own first
 FIXED = "strategy.order="

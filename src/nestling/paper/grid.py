@@ -14,12 +14,13 @@ from typing import Any, get_args
 import torch
 
 from nestling.errors import NestlingError, nearest
+from nestling.files import RESULTS
 from nestling.nets import plan
 from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, changes, strategy_name
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
-from nestling.runs.folder import RESULTS, RunDir
+from nestling.runs.folder import RunDir
 from nestling.train import side_by_side
 
 TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
-from nestling.files import write_atomically
+from nestling.files import PROVENANCE, RESULTS, write_atomically
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import Recipe, flat, override, show
 from nestling.report.families import CHANCE, NORMALISED
-from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
+from nestling.runs.folder import RunDir
 
 Row = dict[str, Any]
 ALONE = "alone"  # the column of independent nets: one net per size, trained by itself

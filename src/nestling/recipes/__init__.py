@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nestling.errors import NestlingError, nearest
+from nestling.files import RECIPE
 from nestling.recipes import cifar10, digits, imagenet
 from nestling.recipes.recipe import Recipe, from_json
 
@@ -39,8 +40,8 @@ def named(name: str) -> Recipe:
                 f"there is no recipe file {path}; give a file that exists, or one of {', '.join(RECIPES)}."
             )
         return from_json(path.read_text(encoding="utf-8"))
-    if (path / "recipe.json").is_file():
-        raise NestlingError(f"{name} is a run's folder, not a recipe; its recipe is {path / 'recipe.json'}")
+    if (path / RECIPE).is_file():
+        raise NestlingError(f"{name} is a run's folder, not a recipe; its recipe is {path / RECIPE}")
     raise NestlingError(
         f"unknown recipe {name!r}; did you mean {nearest(name, RECIPES)}? (nestling train --help lists all)"
     )

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
+from nestling.files import CURVE, GALLERY, OUTPUTS, PROFILE, PROVENANCE, RECIPE, RESULTS
 from nestling.recipes.recipe import Recipe
-from nestling.runs import shelf
-from nestling.runs.evaluate import GALLERY, OUTPUTS
-from nestling.runs.folder import PROVENANCE, RECIPE, RESULTS, RunDir
-from nestling.runs.latency import PROFILE, Latency, load_profile
-
-CURVE = "curve.json"
+from nestling.runs.folder import RunDir
+from nestling.runs.latency import Latency, load_profile
+from nestling.runs.open import resolve
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,22 +84,15 @@ class Run:
         """Reduced at once to what is needed: the logits of a large test set would not fit in memory run by run."""
         if not self.folder.has(OUTPUTS):
             return None
-        tensors, _ = self.folder.load_tensors(OUTPUTS)
-        try:
-            logits, labels = tensors["logits"].float(), tensors["labels"]
-            sure, said = logits.softmax(2).max(2)
-        except (KeyError, IndexError) as error:
-            raise NestlingError(
-                f"{self.folder.path / OUTPUTS} holds {sorted(tensors)}; expected logits (stages, N, classes) and labels "
-                "(N); evaluate the run again"
-            ) from error
-        return Answers(said.numpy(), sure.numpy(), labels.numpy())
+        tensors = resolve(self.folder).outputs()
+        sure, said = tensors["logits"].softmax(2).max(2)
+        return Answers(said.numpy(), sure.numpy(), tensors["labels"].numpy())
 
     @cached_property
     def pictures(self) -> GalleryImages | None:
         if not self.folder.has(GALLERY):
             return None
-        tensors, _ = self.folder.load_tensors(GALLERY)
+        tensors = resolve(self.folder).gallery()
         return GalleryImages(tensors["images"].numpy(), tensors["indices"].numpy())
 
 
@@ -134,7 +125,6 @@ def find_sound(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
     found: list[Run] = []
     broken: dict[str, str] = {}
     for folder in folders_of(paths):
-        RunDir.open(folder)  # a folder that is no run is a slip of the pen, not a broken run
         try:
             run = read(folder)
             _ = run.latency, run.curve, run.answers, run.pictures  # now, while the run can still be left out
@@ -149,14 +139,8 @@ def find_sound(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
 def folders_of(paths: Sequence[str | Path]) -> list[Path]:
     folders: dict[Path, None] = {}  # in order, each once
     for path in map(Path, paths):
-        if shelf.holds(str(path)):
-            raise NestlingError(
-                f"{path} is a trained network that comes with nestling: it has a card, but no log and no outputs to write up. "
-                f"Name the folder of a run; what the card says is checked by nestling evaluate {path} --sample and "
-                f"nestling profile {path}"
-            )
         inside = [] if (path / RECIPE).is_file() else sorted(each.parent for each in path.rglob(RECIPE))
-        for folder in inside or [path]:
+        for folder in inside or [RunDir.open(path).path]:
             folders[folder.resolve()] = None
     if not folders:
         raise NestlingError("no run folders were named; name at least one, or a folder that holds some")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
-from nestling.files import write_atomically
+from nestling.files import RECIPE, write_atomically
 from nestling.report.content import Document, Gallery, Picture, Pictures, listed, plural
 from nestling.report.families import Family, families
 from nestling.report.markdown import markdown
@@ -19,7 +19,7 @@ from nestling.report.records import find_sound
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
-from nestling.runs.folder import RECIPE, RunDir
+from nestling.runs.folder import RunDir
 
 
 def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.data import DataSet, Split, load
-from nestling.errors import NestlingError
-from nestling.nets import NestedNet, Plan, build
-from nestling.runs.folder import RESULTS, WEIGHTS, RunDir
+from nestling.data import DataSet, Split
+from nestling.files import GALLERY, OUTPUTS, RESULTS
+from nestling.nets import NestedNet, Plan
+from nestling.runs.folder import RunDir
 
-OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
 BINS = 15  # of the expected calibration error
 PICTURES = 48  # in the gallery
 PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
@@ -107,14 +106,21 @@ def evaluate(
         "data": data.name,
         "split": split,
         "n": len(labels),
-        "classes": list(data.classes),
-        "shape": list(data.shape),  # these four: for who answers where the data are not
-        "mean": list(data.mean),
-        "std": list(data.std),
-        "prior": class_shares(data),
+        **about(data),
         **judge(logits, labels, net.plan),
     }
     return found, {"logits": logits, "labels": labels}
+
+
+def about(data: DataSet) -> dict[str, Any]:
+    """What who answers must know where the data are not."""
+    return {
+        "classes": list(data.classes),
+        "shape": list(data.shape),
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "prior": class_shares(data),
+    }
 
 
 def class_shares(data: DataSet) -> list[float]:
@@ -150,23 +156,3 @@ def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, T
     indices = gallery(tensors["logits"], tensors["labels"])
     run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices})
     run.write_json(RESULTS, found)
-
-
-def network(run: RunDir, data: DataSet | None = None) -> NestedNet:
-    """A run's network with its weights. Its classes and shape are those of its data, or, without these, of its results."""
-    if not run.has(WEIGHTS):
-        raise NestlingError(f"{run.path} has no {WEIGHTS} yet: the run did not finish. Go on with it: {run.going_on()}")
-    # with the data at hand a damaged results.json is not looked at: evaluating is what writes it anew
-    known = run.read_json(RESULTS) if not data and run.has(RESULTS) else {}
-    classes = data.classes if data else known.get("classes", ())
-    shape: Any = data.shape if data else tuple(known.get("shape", ())) or None
-    net = build(run.read_recipe().network, classes=len(classes) or None, shape=shape)
-    run.load_weights(net)
-    return net.eval()
-
-
-def trained(path: str, device: torch.device | str = "cpu") -> tuple[RunDir, NestedNet, DataSet]:
-    """The network of a run folder with its weights, and its data."""
-    run = RunDir.open(path)
-    data = load(run.read_recipe().data, device)
-    return run, network(run, data).to(device), data

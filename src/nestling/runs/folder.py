@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors
 import safetensors.torch
@@ -22,24 +22,46 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError, nearest
-from nestling.files import from_text, plain, read_bytes, saying, to_text, write_atomically
+from nestling.files import (
+    CHECKPOINT,
+    CURVE,
+    GALLERY,
+    LOG,
+    MANIFEST,
+    OUTPUTS,
+    PROFILE,
+    PROVENANCE,
+    RECIPE,
+    RESULTS,
+    WEIGHTS,
+    from_text,
+    plain,
+    read_bytes,
+    saying,
+    to_text,
+    write_atomically,
+)
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs.lock import Lock
 from nestling.runs.provenance import provenance
 
-RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
-WEIGHTS, CHECKPOINT = "weights.safetensors", "checkpoint.safetensors"
+SHIPPED = Path(__file__).parent / "shipped"  # run folders that come with nestling, and images to try them on
 RECOVER = "restore it from a copy, or train again into another folder"
 # What to do about a damaged file that can be made again, or gone without.
 REMEDIES = {
     RESULTS: "nestling evaluate {run} writes it anew",
-    "outputs.safetensors": "nestling evaluate {run} writes it anew",
-    "gallery.safetensors": "nestling evaluate {run} writes it anew",
-    "profile.json": "nestling profile {run} measures it anew",
+    OUTPUTS: "nestling evaluate {run} writes it anew",
+    GALLERY: "nestling evaluate {run} writes it anew",
+    PROFILE: "nestling profile {run} measures it anew",
     PROVENANCE: "delete it, the run works without it",
-    "curve.json": "delete it, the run works without it",
+    CURVE: "delete it, the run works without it",
 }
 FORMAT = "1"  # of our tensor files; raise it when older files can no longer be read
+
+
+def shipped() -> list[str]:
+    """The names of the trained networks that come with nestling: each is a run's folder."""
+    return sorted(path.parent.name for path in SHIPPED.glob(f"*/{RECIPE}"))
 
 
 class RunDir:
@@ -58,8 +80,9 @@ class RunDir:
                 raise NestlingError(
                     f"{run.path} already holds a run ({name} is there); resume it, choose another folder or delete it"
                 )
+        folder = run.to_write("")
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for name in (RECIPE, PROVENANCE, LOG):
                 (run.path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -67,22 +90,43 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> "RunDir":
-        """An existing run folder: one that has a recipe."""
-        run = cls(path)
+    def open(cls, source: str | Path) -> Self:
+        """An existing run folder, one that has a recipe: by its path or, if there is no such path, by the name of a trained
+        network that comes with nestling."""
+        names = shipped()
+        run = cls(SHIPPED / source if str(source) in names and not Path(source).exists() else source)
         if run.has(RECIPE):
             return run
+        if run.has(MANIFEST):
+            raise NestlingError(
+                f"{run.path} holds exported stages, not a run: nestling.runtime.portable answers with it"
+            )
         if run.path.is_dir():
             raise NestlingError(f"{run.path} is not a run folder: it has no {RECIPE}; name the folder of a run")
-        siblings = sorted(each.parent.name for each in run.path.parent.glob(f"*/{RECIPE}"))
-        hint = f"did you mean {nearest(run.path.name, siblings)}?" if siblings else "train a run first"
-        raise NestlingError(f"there is no run folder {run.path}; {hint}")
+        near = nearest(run.path.name, [*names, *(each.parent.name for each in run.path.parent.glob(f"*/{RECIPE}"))])
+        raise NestlingError(
+            f"there is no run folder {run.path}; did you mean {near}? (These come with nestling: {', '.join(names)})"
+        )
+
+    @property
+    def comes_with_us(self) -> bool:
+        """Whether it is one of the trained networks that come with nestling: these are read and never written."""
+        return self.path.resolve().parent == SHIPPED.resolve()
+
+    def to_write(self, name: str) -> Path:
+        """Where to write a file of this run; "" is its folder."""
+        if self.comes_with_us:
+            raise NestlingError(
+                f"{self.path.name} comes with nestling and is not changed; copy {self.path} and use the copy, or train a run"
+            )
+        return self.path / name
 
     def hold(self) -> None:
         """Until `release`, or until this process ends, no other process holds this folder."""
+        folder = self.to_write("")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = Lock(self.path)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = Lock(folder)
         except OSError as error:
             raise NestlingError(f"cannot make the run folder {self.path}: {error.strerror}; choose another") from error
 
@@ -132,7 +176,7 @@ class RunDir:
 
     def append_log(self, line: Mapping[str, Any]) -> None:
         """Add one line. Call it before save_checkpoint: resuming can cut a line but not invent one."""
-        path = self.path / LOG
+        path = self.to_write(LOG)
         text = (to_text(line, indent=None) + "\n").encode()
         with saying(path, len(text), "the lines before it are unchanged"), open(path, "ab") as file:
             end = len(whole_lines(path.read_bytes()))
@@ -165,7 +209,7 @@ class RunDir:
         """Keep only lines up to and including this epoch, so that the log and the checkpoint agree."""
         kept = [line for line in self.read_log() if line["epoch"] <= epoch]
         text = "".join(to_text(line, indent=None) + "\n" for line in kept)
-        write_atomically(self.path / LOG, text.encode())
+        write_atomically(self.to_write(LOG), text.encode())
 
     # Tensors
 
@@ -201,7 +245,7 @@ class RunDir:
         }
         text = json.dumps(plain(meta or {}), sort_keys=True)
         header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
-        write_atomically(self.path / name, in_order(safetensors.torch.save(copies, metadata=header)))
+        write_atomically(self.to_write(name), in_order(safetensors.torch.save(copies, metadata=header)))
 
     def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors (on the CPU) and meta of a file that save_tensors wrote; anything else is refused."""
@@ -232,7 +276,7 @@ class RunDir:
     # Everything else
 
     def write_json(self, name: str, value: Any) -> None:
-        write_atomically(self.path / name, (to_text(value) + "\n").encode())
+        write_atomically(self.to_write(name), (to_text(value) + "\n").encode())
 
     def read_json(self, name: str) -> Any:
         path = self.path / name
@@ -247,6 +291,8 @@ class RunDir:
 
     def remedy(self, name: str) -> str:
         """What to do about a damaged file of this run."""
+        if self.comes_with_us:
+            return "install nestling again"
         return REMEDIES.get(name, RECOVER).format(run=self.path)
 
 

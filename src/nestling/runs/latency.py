@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
+from nestling.files import PROFILE
 from nestling.runs.folder import RunDir
 
-PROFILE = "profile.json"
 WARM_UP = 10  # runs thrown away: the first ones allocate, pick kernels and fill caches
 
 

@@ -5,7 +5,6 @@ It builds the engine, warms it up, and takes torch tensors as well as arrays. De
 business.
 """
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
+from nestling.files import PROFILE
 from nestling.nets import NestedNet
-from nestling.runs import shelf
 from nestling.runs.device import pick_device
-from nestling.runs.evaluate import OUTPUTS, class_shares, network
-from nestling.runs.folder import RESULTS, RunDir
-from nestling.runs.latency import PROFILE, Latency, load_profile
+from nestling.runs.folder import RunDir
+from nestling.runs.latency import Latency, load_profile
+from nestling.runs.open import OpenedRun, resolve
 from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.caller import MEMORY, Anytime
@@ -46,13 +44,14 @@ class Runtime(Anytime):
         CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare network than its plan
         does: with a mean and std, uint8 images are normalised."""
         device = str(pick_device(device, "device="))
-        self.run: RunDir | None = None
-        self.name = source if isinstance(source, str) and shelf.holds(source) else ""  # of a trained network
+        self.run: OpenedRun | None = None
         if isinstance(source, NestedNet):
-            net, spec = source, spec or bare_spec(source)
+            net, known = source, bare_spec(source)
         else:
-            net, found, self.run = load_source(source)
-            spec = spec or found
+            self.run = resolve(source)
+            net = self.run.net()
+            known = spec_of(self.run, net)
+        spec = spec or known
         check_spec(spec, net)
         built = build_engine(net, device, engine, threads)
         self.device = device
@@ -70,12 +69,12 @@ class Runtime(Anytime):
     def stop_when_sure(self, loss: float = 0.005) -> Confidence:
         """From now on answers are final when they are sure enough: thresholds are found on the run's (or trained network's) own
         test or validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
-        if self.run is None and not self.name:
+        if self.run is None:
             raise NestlingError(
                 "a network alone has no outputs to choose thresholds on, as a run's folder and a trained network have; "
                 "pass confident=... instead"
             )
-        tensors = self.run.load_tensors(OUTPUTS)[0] if self.run else shelf.outputs(self.name)
+        tensors = self.run.outputs()
         found = calibrate(tensors["logits"].numpy(), tensors["labels"].numpy(), loss, self.pace.base)
         self.thresholds = found.thresholds
         return found
@@ -115,35 +114,9 @@ def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency
     return found if same and (found.threads == threads or device != "cpu") else None
 
 
-def load_source(source: RunDir | str | Path) -> tuple[NestedNet, Spec, RunDir | None]:
-    """A run's network, or a trained one from the shelf, and what is known of it."""
-    if isinstance(source, str) and shelf.holds(source):
-        card = shelf.card(source)
-        net, results = shelf.load(source), card["results"]
-        errors = tuple(float(row["error"]) for row in results["stages"])
-        known = replace(bare_spec(net), classes=tuple(results["classes"]), errors=errors)
-        return net, replace(known, mean=tuple(card["mean"]), std=tuple(card["std"])), None
-    if not isinstance(source, RunDir | str | Path):
-        raise NestlingError(
-            f"found a {type(source).__name__}; expected a nested network (nestling.nest makes one of a module), "
-            "a run's folder, or the name of a trained network"
-        )
-    run = source if isinstance(source, RunDir) else shelf.open_run(source)
-    return *load_run(run), run
-
-
-def load_run(run: RunDir) -> tuple[NestedNet, Spec]:
-    """A run's network with its weights, and what its folder knows about it: the data need not be where it answers."""
-    results = run.read_json(RESULTS) if run.has(RESULTS) else {}
-    data = None
-    if not {"shape", "mean", "std", "prior"} <= results.keys():  # older results do not tell, but the data do
-        with suppress(NestlingError):
-            data = load(run.read_recipe().data)
-    if data:
-        results |= {"classes": data.classes, "mean": data.mean, "std": data.std, "prior": class_shares(data)}
-    net = network(run, data)
-    spec = bare_spec(net)
-    errors = tuple(float(row["error"]) for row in results.get("stages", ()))
-    classes, mean, std, prior = (tuple(results.get(key, ())) for key in ("classes", "mean", "std", "prior"))
-    spec = replace(spec, classes=classes or spec.classes, errors=errors, mean=mean, std=std)
-    return net, replace(spec, prior=prior) if prior else spec
+def spec_of(run: OpenedRun, net: NestedNet) -> Spec:
+    """What a run knows about its network: the data need not be where it answers."""
+    known = run.known
+    errors = tuple(float(row["error"]) for row in known.get("stages", ()))
+    classes, mean, std, prior = (tuple(known.get(key, ())) for key in ("classes", "mean", "std", "prior"))
+    return replace(bare_spec(net), classes=classes, errors=errors, mean=mean, std=std, prior=prior)

@@ -1,6 +1,6 @@
 """How long each stage of a run takes on this device, measured and stored with the run.
 
-In: a run's folder or a trained network's name, a device, engines, batch sizes, threads. Out: profile.json (of a run): the whole
+In: a run's folder or name, a device, engines, batch sizes, threads. Out: profile.json (unless it comes with us): the whole
 trace of the first condition (that is what deadline studies and forecasts read) and median, p95 and p99 of every condition.
 Times are those of the engine that answers, through every stage, on real test images. Threads beyond one are measured in a
 process of their own, because ONNX Runtime makes its shared threads once per process.
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import NestlingError
+from nestling.files import PROFILE
 from nestling.nets import NestedNet
-from nestling.runs import shelf
 from nestling.runs.device import pick_device
-from nestling.runs.latency import PROFILE, WARM_UP, Latency, to_dict
+from nestling.runs.latency import WARM_UP, Latency, to_dict
+from nestling.runs.open import resolve
 from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Engine, Floats, Stop
-from nestling.runtime.runtime import load_source
 
 SUMMARY = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
@@ -41,8 +41,8 @@ def profile(
     device = str(pick_device(device, "--device "))
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
-    net, _, folder = load_source(run)
-    images = enough(shelf.some_images(folder or run, max(64, *batch)).numpy(), max(batch))
+    opened = resolve(run)
+    net, images = opened.net(), enough(opened.images(max(64, *batch)).numpy(), max(batch))
     found: list[dict[str, Any]] = []
     for count in threads:
         if count > 1 and device == "cpu" and (len(threads) > 1 or not dry):
@@ -54,10 +54,11 @@ def profile(
         built.close()
     result = {**found[0], "conditions": [{key: each[key] for key in SUMMARY} for each in found]}
     if dry:
-        return {"run": run, **result, "all": found}
-    if folder:
-        folder.write_json(PROFILE, result)
-    return {"run": run, **{key: value for key, value in result.items() if key != "trace_ms"}}
+        return {"run": run, "stored": False, **result, "all": found}
+    stored = not opened.comes_with_us
+    if stored:
+        opened.write_json(PROFILE, result)
+    return {"run": run, "stored": stored, **{key: value for key, value in result.items() if key != "trace_ms"}}
 
 
 def enough(images: Floats, count: int) -> Floats:

@@ -5,8 +5,9 @@ In: a recipe and a folder. Out: a Training ready to go, or None where the run is
 
 from nestling.data import DataSet
 from nestling.errors import NestlingError
+from nestling.files import PROVENANCE, RESULTS
 from nestling.recipes.recipe import Recipe, flat
-from nestling.runs.folder import PROVENANCE, RESULTS, RunDir
+from nestling.runs.folder import RunDir
 from nestling.train.capabilities import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup

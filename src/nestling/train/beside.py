@@ -17,9 +17,10 @@ import torch
 
 from nestling.data import DataSet, load
 from nestling.errors import NestlingError
+from nestling.files import RECIPE
 from nestling.recipes.recipe import Recipe
 from nestling.runs.device import pick_device
-from nestling.runs.folder import RECIPE, RunDir
+from nestling.runs.folder import RunDir
 from nestling.train import progress
 from nestling.train.begin import prepare
 from nestling.train.capabilities import OutOfMemory, more_queues

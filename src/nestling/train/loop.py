@@ -17,13 +17,13 @@ from torch import Tensor
 
 from nestling.data import DataSet, load
 from nestling.errors import NestlingError, say_once
-from nestling.files import DiskFull
+from nestling.files import CHECKPOINT, DiskFull
 from nestling.gradients.reduce import group_of
 from nestling.nets import build
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
-from nestling.runs.folder import CHECKPOINT, RunDir
+from nestling.runs.folder import RunDir
 from nestling.train import engine
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained

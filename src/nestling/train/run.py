@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nestling.files import RESULTS
 from nestling.recipes.recipe import Recipe
-from nestling.runs.folder import RESULTS, RunDir
+from nestling.runs.folder import RunDir
 from nestling.train import progress
 from nestling.train.begin import prepare
 from nestling.train.beside import side_by_side

@@ -12,8 +12,7 @@ from torch import Tensor
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan
 from nestling.recipes.recipe import TrainRecipe
-from nestling.runs.evaluate import network
-from nestling.runs.folder import RunDir
+from nestling.runs.open import load
 
 
 class Teacher:
@@ -38,8 +37,7 @@ class Teacher:
 
 def last_stage(path: str) -> NestedNet:
     """The run's largest subnetwork, by itself."""
-    run = RunDir.open(path)
-    net = network(run)
+    net = load(path)
     return net.subnet(net.plan.stages).net if len(net.plan.heads) > 1 else net
 
 

@@ -1,0 +1,138 @@
+"""Opening a network: the one way from a name or a path to a run, what is known of it, its network and its data.
+
+In: the folder of a run, or the name of a trained network that comes with nestling, which is a run's folder, too (in shipped/:
+convolutions and outputs in float16, results of the weights as they lie there). Out: an OpenedRun; what it is asked for is read
+then. Beside the shipped runs lie the first thousand test images of their data, so that they can be tried anywhere.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from nestling.data import DataSet, MemorySplit
+from nestling.data import load as load_data
+from nestling.data.augment import normalise
+from nestling.errors import NestlingError
+from nestling.files import GALLERY, OUTPUTS, RESULTS, WEIGHTS
+from nestling.nets import NestedNet, build
+from nestling.recipes.recipe import Recipe
+from nestling.runs.evaluate import about
+from nestling.runs.folder import SHIPPED, RunDir
+
+
+class OpenedRun(RunDir):
+    """A run's folder, and what its files mean."""
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return self.read_recipe()
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """What results.json says; {} where the run has not been evaluated."""
+        return dict(self.read_json(RESULTS)) if self.has(RESULTS) else {}
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """The results, with classes, shape, mean, std and prior: where older results do not tell these, the data do."""
+        if {"classes", "shape", "mean", "std", "prior"} <= self.results.keys():
+            return self.results
+        try:
+            return self.results | about(self.data())
+        except NestlingError:
+            if "shape" not in self.results:  # a network of another shape would be a guess
+                raise
+            return self.results
+
+    def net(self, device: torch.device | str = "cpu", data: DataSet | None = None) -> NestedNet:
+        """The network with its weights, ready to answer. `data`: tell its classes and shape, in place of the results."""
+        if not self.has(WEIGHTS):
+            raise NestlingError(
+                f"{self.path} has no {WEIGHTS} yet: the run did not finish. First finish the run: {self.going_on()}"
+            )
+        known = about(data) if data else self.known
+        channels, height, width = known["shape"]
+        net = build(self.recipe.network, classes=len(known["classes"]), shape=(channels, height, width))
+        self.load_weights(net)
+        return net.to(device).eval()
+
+    def data(self, device: torch.device | str = "cpu", sample: bool = False) -> DataSet:
+        """The data it was trained on; as a `sample` only the first thousand test images, which come with nestling."""
+        if not sample:
+            return load_data(self.recipe.data, device)
+        found, known, name = stored_sample(self.recipe.data.name), self.known, self.recipe.data.name
+        mean, std = (torch.tensor(known[key], device=device) for key in ("mean", "std"))
+        images, labels = found["images"].to(device), found["labels"].long().to(device)
+        none, test = MemorySplit(images[:0], labels[:0], mean, std), MemorySplit(images, labels, mean, std)
+        channels, height, width = known["shape"]
+        classes, means, stds = (tuple(known[key]) for key in ("classes", "mean", "std"))
+        return DataSet(name, none, test, classes, means, stds, (channels, height, width))
+
+    def outputs(self) -> dict[str, Tensor]:
+        """The logits of every stage for the whole test set, (stages, N, classes), and its labels."""
+        tensors, _ = self.load_tensors(OUTPUTS)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if len(shapes.get("logits", ())) != 3 or shapes.get("labels") != shapes["logits"][1:2]:
+            raise NestlingError(
+                f"{self.path / OUTPUTS} holds {shapes}; expected logits (stages, N, classes) and labels (N); "
+                f"{self.remedy(OUTPUTS)}"
+            )
+        return {"logits": tensors["logits"].float(), "labels": tensors["labels"].long()}
+
+    def gallery(self) -> dict[str, Tensor]:
+        """Some test images as people see them, (K, C, H, W) uint8, and their indices in the test set. Runs that come with
+        nestling keep the indices only: the images are among the sample."""
+        tensors, _ = self.load_tensors(GALLERY)
+        if "images" in tensors:
+            return tensors
+        return {**tensors, "images": stored_sample(self.recipe.data.name)["images"][tensors["indices"]]}
+
+    def images(self, count: int) -> Tensor:
+        """Up to `count` real test images, normalised: of the sample or the gallery, so that the data need not be here; of the
+        data where there is neither."""
+        sampled = sample_file(self.recipe.data.name).is_file()
+        if not sampled and self.has(GALLERY) and "mean" in self.results:
+            mean, std = (torch.tensor(self.results[key]) for key in ("mean", "std"))
+            return normalise(self.gallery()["images"][:count], mean, std)
+        data = self.data(sample=sampled)
+        for x, _ in data.test.batches(min(count, len(data.test))):
+            return x
+        raise NestlingError(f"{data.name} has no test images")
+
+    def place_for(self, kind: str) -> Path:
+        """Where something that is made of this run goes: into its folder, or, as that is not ours to fill, beside us."""
+        return Path(f"{self.path.name}-{kind}") if self.comes_with_us else self.path / kind
+
+
+def resolve(source: str | Path | RunDir) -> OpenedRun:
+    """The run of that name or at that path; a path goes first."""
+    if isinstance(source, RunDir):
+        return OpenedRun(source.path)
+    if not isinstance(source, str | Path):
+        raise NestlingError(
+            f"found a {type(source).__name__}; expected a run's folder or the name of a trained network "
+            "(of a module, nestling.nest makes a nested network)"
+        )
+    return OpenedRun.open(source)
+
+
+def load(name: str | Path, device: torch.device | str = "cpu") -> NestedNet:
+    """The trained network of that name, or that of a run's folder, ready to answer. `net.answers(x)` takes images normalised
+    as its results say."""
+    return resolve(name).net(device)
+
+
+def sample_file(data: str) -> Path:
+    return SHIPPED / f"{data}-first.safetensors"
+
+
+def stored_sample(data: str) -> dict[str, Tensor]:
+    """The first thousand test images of a data set (uint8) and their labels."""
+    path = sample_file(data)
+    if not path.is_file():
+        raise NestlingError(f"no sample of {data} comes with nestling; use the whole test set instead")
+    return safetensors.torch.load_file(path)
