@@ -92,7 +92,11 @@ class Plan:
         return {node.name: node for node in self.nodes}
 
     def reads_of(self, node: Node) -> tuple[Node, ...]:
-        return tuple(self.by_name[read] for read in node.reads)
+        return self._reads[node.name]
+
+    @cached_property
+    def _reads(self) -> Mapping[str, tuple[Node, ...]]:
+        return {node.name: tuple(self.by_name[read] for read in node.reads) for node in self.nodes}
 
     @property
     def stages(self) -> int:
@@ -299,7 +303,8 @@ def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
 
 def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ...]], nodes: list[Node]) -> str:
     """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more."""
-    wanted = tuple(sorted({c for row in kept[node.name] for r, cs in plan.parents(node, row) if r == read for c in cs}))
+    reads, index = plan.reads_of(node), node.reads.index(read)
+    wanted = tuple(sorted({c for row in kept[node.name] for c in node.op.parents(node, reads, row)[index]}))
     source = plan.by_name[read]
     if wanted == kept[read]:
         return read

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation, Size
 
@@ -61,11 +62,9 @@ class BatchNorm(Operation):
 
 def parameters(layer: Any) -> tuple[Tensor, Tensor]:
     """Scale and shift of a norm, ones and zeros where it has none."""
-    import torch
-
     if layer.affine:
         return layer.weight, layer.bias
-    return torch.ones(len(layer.births)), torch.zeros(len(layer.births))
+    return lazy.torch.ones(len(layer.births)), lazy.torch.zeros(len(layer.births))
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,13 @@ class Affine(Operation):
     kind: ClassVar[str] = "affine"
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch
-
         assert weight is not None and bias is not None
         shape = (-1, *[1] * (reads[0].dim() - 2))
-        return torch.addcmul(bias.view(shape), reads[0], weight.view(shape))
+        return lazy.torch.addcmul(bias.view(shape), reads[0], weight.view(shape))
 
     def write(self, graph: Graph, op: Op) -> None:
         """As batch norm with mean 0 and variance 1: ONNX Runtime fuses that with the ReLU behind it, and Mul + Add not."""
-        import torch
-
         assert op.bias is not None
-        zero = graph.constant(f"{op.out}.mean", torch.zeros(len(op.bias)))
-        one = graph.constant(f"{op.out}.variance", torch.ones(len(op.bias)))
+        zero = graph.constant(f"{op.out}.mean", lazy.torch.zeros(len(op.bias)))
+        one = graph.constant(f"{op.out}.variance", lazy.torch.ones(len(op.bias)))
         graph.add("BatchNormalization", [op.reads[0], *graph.weights(op), zero, one], op.out, {"epsilon": 0.0})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Channels, Operation, Size
 from nestling.nets.ops.select import Same
@@ -37,9 +38,7 @@ class Cat(Operation):
         return tuple(found)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch
-
-        return torch.cat(list(reads), self.axis) if len(reads) > 1 else reads[0]
+        return lazy.torch.cat(list(reads), self.axis) if len(reads) > 1 else reads[0]
 
     def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
         return [Op(self if len(reads) > 1 else Same(axis=self.axis), out, reads, shape)]

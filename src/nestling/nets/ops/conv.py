@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation, Size
 from nestling.nets.ops.weighted import Weighted
@@ -44,12 +45,10 @@ class Conv(Weighted):
         """Padding with anything but zeros is done before."""
         if layer.padding_mode == "zeros" or not any(self.padding):
             return None, self
-        import torch.nn.functional as F
-
         from nestling.nets.operations import Call
 
         sides = tuple(pad for pad in reversed(self.padding) for _ in range(2))
-        pads = Call(F.pad, 0, (None, sides), {"mode": layer.padding_mode})
+        pads = Call(lazy.F.pad, 0, (None, sides), {"mode": layer.padding_mode})
         return pads, replace(self, padding=(0,) * len(self.padding))
 
     @classmethod
@@ -71,10 +70,8 @@ class Conv(Weighted):
         return NestedConv2d(reads[0].births, node.births, *numbers)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         assert weight is not None
-        return F.conv2d(reads[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return lazy.torch.conv2d(reads[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def write(self, graph: Graph, op: Op) -> None:
         attributes = {

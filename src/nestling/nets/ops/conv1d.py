@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.weighted import Weighted
 
@@ -30,7 +31,5 @@ class Conv1d(Conv):
         return Weighted.layer(self, node, reads)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         assert weight is not None
-        return F.conv1d(reads[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return lazy.torch.conv1d(reads[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)

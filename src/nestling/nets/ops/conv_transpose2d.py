@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation, Size
 from nestling.nets.ops.weighted import Weighted
@@ -75,11 +76,9 @@ class ConvTranspose2d(Weighted):
         super().draw(weight, bias, fan_in / prod(self.stride), generator)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         assert weight is not None
         numbers = (self.stride, self.padding, self.more, self.groups, self.dilation)
-        return F.conv_transpose2d(reads[0], turned(weight, self.groups), bias, *numbers)
+        return lazy.torch.conv_transpose2d(reads[0], turned(weight, self.groups), bias, *numbers)
 
     def write(self, graph: Graph, op: Op) -> None:
         assert op.weight is not None

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nestling.nets.ops import lazy
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -49,6 +51,4 @@ class Graph(Protocol):
 
 def own(tensor: Tensor) -> Tensor:
     """A copy in float32 on the CPU."""
-    import torch
-
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    return tensor.detach().to("cpu", lazy.torch.float32, copy=True).contiguous()

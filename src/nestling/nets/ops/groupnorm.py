@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
+from nestling.nets.ops import lazy
 from nestling.nets.ops.batchnorm import parameters
 from nestling.nets.ops.frozen import Graph, Op, own
 from nestling.nets.ops.operation import Channels, Operation, Size
@@ -71,9 +72,7 @@ class GroupNorm(Operation):
         return NestedGroupNorm(node.births, self.groups, self.eps, self.affine)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
-        return F.group_norm(reads[0], self.groups, weight, bias, self.eps)
+        return lazy.F.group_norm(reads[0], self.groups, weight, bias, self.eps)
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
         assert cut is not None
@@ -86,13 +85,11 @@ class GroupNorm(Operation):
 
     def write(self, graph: Graph, op: Op) -> None:
         """As instance norm of the groups, then scale and shift: GroupNormalization is too new for many runtimes."""
-        import torch
-
         assert op.weight is not None and op.bias is not None
         apart = graph.ints(f"{op.out}.apart", 0, self.groups, -1)
         groups = graph.add("Reshape", [op.reads[0], apart], f"{op.out}.groups")
-        one = graph.constant(f"{op.out}.one", torch.ones(self.groups))
-        zero = graph.constant(f"{op.out}.zero", torch.zeros(self.groups))
+        one = graph.constant(f"{op.out}.one", lazy.torch.ones(self.groups))
+        zero = graph.constant(f"{op.out}.zero", lazy.torch.zeros(self.groups))
         normed = graph.add("InstanceNormalization", [groups, one, zero], f"{op.out}.normed", {"epsilon": self.eps})
         together = graph.ints(f"{op.out}.together", 0, *op.shape)
         flat = graph.add("Reshape", [normed, together], f"{op.out}.flat")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation
 from nestling.nets.ops.weighted import Weighted
@@ -63,10 +64,8 @@ class Linear(Weighted):
             bias.uniform_(-1, 1, generator=generator).mul_(bound)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         assert weight is not None
-        return F.linear(reads[0], weight, bias)
+        return lazy.F.linear(reads[0], weight, bias)
 
     def write(self, graph: Graph, op: Op) -> None:
         if self.axis == 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Operation, Size
 
@@ -59,10 +60,8 @@ class Map(Operation):
         return tuple(FUNCTIONS[self.function].side(side) for side in reads[0].size)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         does = FUNCTIONS[self.function]
-        out: Tensor = getattr(F, does.torch)(reads[0], **does.options)
+        out: Tensor = getattr(lazy.F, does.torch)(reads[0], **does.options)
         return out
 
     def write(self, graph: Graph, op: Op) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Operation:
 
     def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
         """The channels of each read that one row is computed from."""
-        return tuple((row,) for _ in reads)
+        return ((row,),) * len(reads)
 
     def tied(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
         """Those that the row must be born together with; none of them if its birth is a choice."""
@@ -177,9 +178,7 @@ class Operation:
         self, name: str, value: Tensor, node: Node, reads: Sequence[Node], rows: Channels, inputs: Channels
     ) -> Tensor:
         """What a subnetwork keeps of a tensor of the layer's state."""
-        import torch
-
-        return value[torch.tensor(rows, device=value.device)] if value.dim() else value
+        return value[lazy.torch.tensor(rows, device=value.device)] if value.dim() else value
 
     def adopted(self, name: str, value: Tensor, node: Node) -> Tensor:
         """A tensor of the state of torch's own layer as our layer has it."""

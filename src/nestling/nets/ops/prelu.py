@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op, own
 from nestling.nets.ops.operation import Operation, Size
 
@@ -36,10 +37,8 @@ class PReLU(Operation):
         return NestedPReLU(node.births)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
         assert weight is not None
-        return F.prelu(reads[0], weight)
+        return lazy.F.prelu(reads[0], weight)
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
         assert cut is not None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Channels, Operation, Size
 
@@ -62,14 +63,12 @@ class Select(Operation):
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Slices and one concatenation, or a mere slice where that is all."""
-        import torch
-
         x = reads[0]
         parts = [
             zeros(x, count, self.axis) if first < 0 else x.narrow(self.axis, first, count)
             for first, count in self.runs()
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+        return parts[0] if len(parts) == 1 else lazy.torch.cat(parts, self.axis)
 
     def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
         """Slices, each with the zeros that follow it, put together."""
@@ -128,17 +127,13 @@ class Pad(Operation):
     kind: ClassVar[str] = "pad"
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch.nn.functional as F
-
-        return F.pad(reads[0], (0, 0) * (reads[0].dim() - self.axis - 1) + (0, self.more))
+        return lazy.F.pad(reads[0], (0, 0) * (reads[0].dim() - self.axis - 1) + (0, self.more))
 
     def write(self, graph: Graph, op: Op) -> None:
         """Of an image as a 1x1 convolution by ones and zeros, which is exact: a Pad would leave ONNX Runtime's blocked
         layout, and with it every sum and batch norm up to the next group of blocks."""
-        import torch
-
         if len(op.shape) == 3 and self.axis == 1:
-            identity = torch.eye(self.there + self.more, self.there)[:, :, None, None]
+            identity = lazy.torch.eye(self.there + self.more, self.there)[:, :, None, None]
             kernel = graph.constant(f"{op.out}.identity", identity)
             graph.add("Conv", [op.reads[0], kernel], op.out, {"kernel_shape": [1, 1]})
         else:
@@ -159,14 +154,12 @@ class Zero(Operation):
         return zeros(reads[0], self.count, self.axis)
 
     def write(self, graph: Graph, op: Op) -> None:
-        import torch
-
         first, last = (graph.ints(f"{op.out}.{i}", i) for i in (0, 1))
         shape = graph.add("Shape", op.reads, f"{op.out}.shape")
         batch = graph.add("Slice", [shape, first, last], f"{op.out}.batch")
         rest = graph.ints(f"{op.out}.rest", *op.shape)
         whole = graph.add("Concat", [batch, rest], f"{op.out}.whole", {"axis": 0})
-        graph.add("ConstantOfShape", [whole], op.out, {"value": torch.zeros(1)})
+        graph.add("ConstantOfShape", [whole], op.out, {"value": lazy.torch.zeros(1)})
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Op, own
 from nestling.nets.ops.operation import Channels, Operation, Size
 
@@ -165,24 +166,20 @@ class Weighted(Operation):
 
     def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut:
         """Rows and columns of one step, as slices wherever the channels are consecutive."""
-        import torch
-
         from nestling.nets.layers import Cut, as_index
 
         if self.groups > 1:
-            return Cut(torch.tensor(rows), self.table(node, reads, rows, columns))
+            return Cut(lazy.torch.tensor(rows), self.table(node, reads, rows, columns))
         places = as_index(rows), as_index(columns)
         if all(isinstance(place, slice) for place in places):
             return Cut(*places)
-        return Cut(torch.tensor(rows), torch.tensor(columns)[None, :])
+        return Cut(lazy.torch.tensor(rows), lazy.torch.tensor(columns)[None, :])
 
     def table(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Tensor:
         """For each of these rows, where in its group the input channels `columns` of its group stand."""
-        import torch
-
         width = reads[0].channels // self.groups
         groups = [self.group_of(node, row) for row in rows]
-        return torch.tensor([[c - group * width for c in columns if c // width == group] for group in groups])
+        return lazy.torch.tensor([[c - group * width for c in columns if c // width == group] for group in groups])
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
         assert cut is not None

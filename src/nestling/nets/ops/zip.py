@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Graph, Op
 from nestling.nets.ops.operation import Channels, Operation, Size
 
@@ -50,9 +51,7 @@ class Zip(Operation):
         return tuple((row,) if read.channels == node.channels else () for read in reads)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch
-
-        function, total = getattr(torch, FUNCTIONS[self.function][0]), reads[0]
+        function, total = getattr(lazy.torch, FUNCTIONS[self.function][0]), reads[0]
         for read in reads[1:]:
             total = function(total, read)
         return total
