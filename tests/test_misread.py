@@ -256,9 +256,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a count": (lambda: plain(Counts(False)), r"it changes 1\.seen while running"),
     "a mean kept": (lambda: plain(Counts(True)), r"it changes 1\.seen while running"),
-    "a buffer as a weight": (
-        lambda: Does(lambda m, y: F.conv2d(y, m.get_buffer("blur"), None, 1, 1)), "its weight blur is no parameter"
-    ),
     "lazy": (lambda: plain(nn.LazyConv2d(8, 3)), "a lazy layer whose shape is not known yet"),
     "two images": (lambda: Two(), "it takes 2 inputs; a nested network takes one image"),
     "int8": (lambda: quantised(plain(nn.ReLU())), "torch.int8; nest the network in floating point"),
@@ -279,10 +276,27 @@ def quantised(module: nn.Sequential) -> nn.Module:
 @pytest.mark.parametrize("what", WRONG)
 def test_what_would_be_misread_is_refused(what: str) -> None:
     module = WRONG[what][0]()
-    if what == "a buffer as a weight":
-        module.register_buffer("blur", torch.ones(8, 8, 3, 3))
     with pytest.raises(NestlingError, match=WRONG[what][1]):
         nest(module, "w", shape=IMAGE, proof=False)
+
+
+def test_stochastic_depth_draws_what_the_module_draws() -> None:
+    class DropPath(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop_prob = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return x
+            return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5).div_(0.5)
+
+    module = plain(nn.ReLU(), DropPath()).double().train()
+    net, x = nest(module, "", shape=IMAGE), torch.randn(16, *IMAGE, dtype=torch.float64)
+    torch.manual_seed(3)
+    theirs = module(x)
+    torch.manual_seed(3)
+    assert torch.allclose(net(x)[0], theirs) and not torch.allclose(net.eval()(x)[0], theirs)
 
 
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "parameter"])

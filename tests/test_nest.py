@@ -180,6 +180,56 @@ class Twice(nn.Module):
         return y
 
 
+class OwnNorm(nn.BatchNorm2d):
+    """Batch norm and an activation in one, as timm has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        assert self.momentum is not None
+        stats = (self.running_mean, self.running_var, self.weight, self.bias)
+        return F.silu(F.batch_norm(x, *stats, self.training, self.momentum, self.eps))
+
+
+class OwnGroups(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class OwnConv(nn.Conv2d):
+    """Subclasses without a forward of their own are what they were."""
+
+
+class OwnSlope(nn.PReLU):
+    pass
+
+
+class Blur(nn.Module):
+    """A depthwise convolution by a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        line = torch.tensor([1.0, 2.0, 1.0])
+        self.register_buffer("kernel", (line[:, None] * line / 16).expand(width, 1, 3, 3).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), "reflect"), self.get_buffer("kernel"), stride=2, groups=x.shape[1])
+
+
+class DropPath(nn.Module):
+    """As timm's."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob, self.scale_by_keep = drop_prob, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(keep).div_(keep)
+
+
 class Functional(nn.Module):
     """Weights of its own, used through functions."""
 
@@ -230,6 +280,14 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "zero channels": lambda: backbone(Residual(8), Residual(16), out=32, pixels=1),
     "pieces": lambda: backbone(Pieces(8), nn.Conv2d(16, 8, 1), nn.ReLU()),
     "one layer in two places": lambda: backbone(nn.ReLU(), Twice(nn.Conv2d(8, 8, 3, padding=1)), nn.Tanh()),
+    "one norm in two places": lambda: backbone(nn.ReLU(), Twice(nn.BatchNorm2d(8)), Twice(nn.BatchNorm2d(8, affine=False))),
+    "one prelu in two places": lambda: backbone(Twice(nn.PReLU(8)), nn.Conv2d(8, 8, 1)),
+    "layers of one's own": lambda: backbone(
+        OwnNorm(8), OwnConv(8, 8, 3, padding=1), OwnGroups(4, 8), nn.Conv2d(8, 8, 1), OwnSlope(8)
+    ),
+    "synchronised batch norm": lambda: backbone(nn.SyncBatchNorm(8), nn.ReLU()),
+    "a blur of a fixed kernel": lambda: backbone(nn.ReLU(), Blur(8), nn.Conv2d(8, 8, 1), Blur(8)),
+    "stochastic depth": lambda: backbone(nn.Conv2d(8, 8, 1), DropPath(0.0), nn.ReLU()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
     "several linear layers": lambda: nn.Sequential(
@@ -419,11 +477,9 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it mixes channels"),
     "width": (lambda: backbone(nn.Conv2d(8, 6, 3), out=6), r"cannot nest 1: 6 channels cannot be cut into stripes .*uneven"),
     "groups": (lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 12, 1, groups=3), out=12), "do not grow alike"),
-    "shared norm": (lambda: backbone(Twice(nn.BatchNorm2d(8))), r"cannot nest 1\.layer \(BatchNorm2d\): some of its param"),
     "loose parameter": (lambda: backbone(Scaled()), r"operation mul in 1 \(Scaled\): it reads 1\.gamma, which is neither"),
     "random scale": (lambda: backbone(Random()), r"cannot nest 1 \(Random\): it does other operations in training"),
     "control flow": (lambda: backbone(Does(lambda x: x if x.sum() > 0 else -x)), r"depends on the numbers .* gt in 1 \(Does\)"),
-    "transposed convolution": (lambda: backbone(nn.ConvTranspose2d(8, 8, 2)), r"1 \(ConvTranspose2d\): of convolutions only"),
     "linear over pixels": (lambda: backbone(nn.Linear(8, 8)), r"1 \(Linear\): it reads the last dimension"),
     "running momentum": (lambda: backbone(nn.BatchNorm2d(8, momentum=None)), r"1 \(BatchNorm2d\): batch norm needs"),
     "two answers": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: (x, x))), "must return one tensor"),

@@ -74,13 +74,24 @@ def prove(
 
 def precise(module: nn.Module, shape: Shape) -> nn.Module:
     """A copy of the module in float64, if it runs so."""
-    twin = copy.deepcopy(module).double()
+    twin = copy.deepcopy(module)
+    for layer in twin.modules():
+        if type(layer) is nn.SyncBatchNorm:  # in one process it is batch norm, and runs on a CPU
+            layer.__class__ = Plain  # type: ignore[assignment]
+    plain, twin = copy.deepcopy(twin), twin.double()
     try:
         with torch.no_grad():
             copy.deepcopy(twin).eval()(noise(twin, 1, shape))
     except Exception:  # the module's own code may want its own number type
-        twin = copy.deepcopy(module)
+        twin = plain
     return twin
+
+
+class Plain(nn.BatchNorm2d):
+    """Batch norm of vectors, sequences and images."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
 
 
 def other_shape(twin: nn.Module, shape: Shape) -> Shape | None:
@@ -156,12 +167,14 @@ class Both:
         floor = 1e-3 * max((float(value.abs().max()) for value in theirs.values() if value.numel()), default=0.0)
         kept = self.made.cut({**self.one.state_dict(), **theirs})
         for key, parameter in self.one.named_parameters():
+            if key not in theirs:  # a buffer of the module's that stands as a frozen weight
+                continue
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             expected = kept[key]
             if self.is_one_slope(key):  # one slope for all became a slope for each
                 mine, expected = mine.sum(), theirs[key].flatten()[0]
             self.check(f"the gradients of {key}", mine, expected, case, floor)
-        used = {id(self.twins[id(t)]) for layer in self.sketch.layers.values() for t in layer.parameters(recurse=False)}
+        used = self.used()
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in used and parameter.grad is not None and parameter.grad.any():
                 self.fail(f"the parameter {name} of the module has a gradient but no place in the nest", case)
@@ -172,11 +185,17 @@ class Both:
         for key, mine in self.one.state_dict().items():
             if key in theirs and not key.endswith("num_batches_tracked"):
                 self.check(key, mine, kept[key], case)
-        used = {id(self.twins[id(t)]) for layer in self.sketch.layers.values() for t in layer.buffers(recurse=False)}
+        used = self.used()
         for name, buffer in self.module.named_buffers():
             counted = name.endswith("num_batches_tracked") or name.rpartition(".")[0] in self.sketch.dropped
             if id(buffer) not in used and not counted and not same(buffer, before[name]):
                 self.fail(f"the module changes its buffer {name}, which has no place in the nest", case)
+
+    def used(self) -> set[int]:
+        """The module's tensors that have a place in the nest."""
+        layers = self.sketch.layers.values()
+        held = [t for layer in layers for t in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))]
+        return {id(self.twins[id(tensor)]) for tensor in held if id(tensor) in self.twins}
 
     def by_name(self, what: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Something of the module's tensors, by the names of the one-stage form's."""

@@ -95,9 +95,6 @@ REASONS: dict[Any, str] = {
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
     **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
-    F.batch_norm: "batch norm is nested as the module BatchNorm2d, which owns its statistics, not as a function",
-    F.group_norm: "group norm is nested as the module GroupNorm, which owns its parameters, not as a function",
-    F.prelu: "PReLU is nested as the module PReLU, which owns its slopes, not as a function",
 }
 
 
@@ -151,6 +148,39 @@ class Call(nn.Module):
         shown = ["x" if i == self.place else repr(a) for i, a in enumerate(self.arguments)]
         shown += [f"{k}={'x' if k == self.place else repr(v)}" for k, v in self.options.items()]
         return f"{spelled(self.function)}({', '.join(shown)})"
+
+
+DROP_PATHS = ("DropPath", "StochasticDepth")  # as timm and torchvision call it
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, each image (or the whole batch) passes with a probability, or is zero."""
+
+    def __init__(self, p: float, scaled: bool = True, each: bool = True) -> None:
+        super().__init__()
+        self.p, self.scaled, self.each = p, scaled, each
+
+    @classmethod
+    def of(cls, layer: Any) -> "DropPath":
+        """After timm's DropPath or torchvision's StochasticDepth."""
+        made = cls(
+            getattr(layer, "drop_prob", getattr(layer, "p", 0.0)) or 0.0,
+            getattr(layer, "scale_by_keep", True),
+            getattr(layer, "mode", "row") == "row",
+        )
+        return made.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        shape = (x.shape[0] if self.each else 1, *[1] * (x.dim() - 1))
+        passes = x.new_empty(shape).bernoulli_(1 - self.p)
+        if self.scaled and self.p < 1.0:
+            passes.div_(1 - self.p)
+        return x * passes
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class Reshape(nn.Module):

@@ -18,6 +18,7 @@ from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Select, Z
 from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node
 from nestling.nets.recorded import Recorder, Unknown, work
+from nestling.nets.shells import Shell
 from nestling.nets.sketch import Page
 from nestling.nets.trace import BATCHES, attribute, path_of
 
@@ -58,7 +59,7 @@ class Pen(Page):
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
         self.enter(node, Zip(function), reads)
 
-    def own(self, node: fx.Node, name: str, layer: nn.Module, weighted: bool) -> str:
+    def own(self, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:
         """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
         mine = list(layer.parameters(recurse=False))
         for parameter in mine:
@@ -66,15 +67,19 @@ class Pen(Page):
                 self.refuse(
                     node, f"its weights are {parameter.dtype}; nest the network in floating point, then quantise"
                 )
-        first = {self.weights_of.setdefault(id(p), name) for p in mine}
+        held: list[Tensor] = [*mine] or [b for b in layer.buffers(recurse=False) if b.dim()]
+        first = {self.weights_of.setdefault(id(tensor), name) for tensor in held}
         if first <= {name}:
             self.sketch.layers[name] = layer
             return ""
         sharer = first.pop()
-        whole = not first and weighted and self.sketch.nodes[sharer].op.weighted
-        if not whole or {*map(id, mine)} != {*map(id, self.sketch.layers[sharer].parameters(recurse=False))}:
+        theirs = self.sketch.layers[sharer]
+        whole = not first and type(self.sketch.nodes[sharer].op) is type(op)
+        if not whole or (mine and {*map(id, mine)} != {*map(id, theirs.parameters(recurse=False))}):
+            self.refuse(node, "some of its parameters serve other places too, in part or as something else")
+        if not op.weighted and self.sketch.nodes[sharer].op != op:
             self.refuse(
-                node, "some of its parameters serve other places too; only whole convolutions and linear layers may"
+                node, f"its parameters serve {sharer} too, with other numbers ({op}, {self.sketch.nodes[sharer].op})"
             )
         return sharer
 
@@ -86,12 +91,12 @@ class Pen(Page):
         except NestlingError as error:
             self.refuse(node, str(error))
         if not op.weighted:
-            self.same(node)
+            self.same(node, read)
         elif isinstance(op, Weighted) and len(op.kernel) != len(self.sketch.nodes[read].size):
             self.refuse(
                 node, f"it does not take tensors of shape (N, {self.channels(read)}, *{self.sketch.nodes[read].size})"
             )
-        shares = self.own(node, name, layer, op.weighted)
+        shares = self.own(node, name, layer, op)
         if first is not None:
             read = self.before(f"{name}_pad", read, first)
         channels, size = self.values[node].shape[op.axis], self.size(node)
@@ -116,8 +121,8 @@ class Pen(Page):
                 self.refuse(node, "its weight is computed while running, so it cannot be cut by births")
         assert isinstance(weight, fx.Node)
         held = attribute(self.module, str(weight.target))
-        if not isinstance(held, nn.Parameter):
-            self.refuse(node, f"its weight {weight.target} is no parameter of the module")
+        if not isinstance(held, nn.Parameter):  # a fixed kernel, such as a blur
+            held = self.memo.setdefault(id(held), nn.Parameter(held, requires_grad=False))
         layer = kind.torch_layer(held, bias is not None, {word: given[word] for word in kind.words if word in given})
         layer.weight = held
         if isinstance(bias, fx.Node):
@@ -128,6 +133,28 @@ class Pen(Page):
         if not isinstance(read, str):
             self.refuse(node, "it does not read a tensor that was computed from the image")
         self.holders[node] = holder  # the functional form on a module's own weight goes by that module's name
+        self.layer(node, read, layer, kind)
+
+    def norm(self, node: fx.Node, shell: Shell, kind: type[Operation]) -> None:
+        """A function on the module's own parameters and statistics, as the layer it stands for."""
+        runs = [self.given(n, *shell.words) for n in (node, self.trace.twins[node][0])]
+        tensors: dict[str, Any] = {}
+        for word in shell.tensors:
+            held = runs[0].get(word)
+            if isinstance(held, fx.Node) and held.op != "get_attr":
+                self.refuse(node, f"its {word} is computed while running, so it cannot be cut by births")
+            tensors[word] = attribute(self.module, str(held.target)) if isinstance(held, fx.Node) else None
+        read = self.names.get(runs[0]["input"])
+        if not isinstance(read, str):
+            self.refuse(node, "it does not read a tensor that was computed from the image")
+        try:
+            layer = shell.layer(runs[0], runs[1], tensors, self.sketch.nodes[read])
+        except NestlingError as error:
+            self.refuse(node, str(error))
+        owner = path_of(node)
+        layer.training = self.module.get_submodule(owner).training
+        held = runs[0].get("weight")
+        self.holders[node] = str(held.target).rpartition(".")[0] if isinstance(held, fx.Node) else owner
         self.layer(node, read, layer, kind)
 
     def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:

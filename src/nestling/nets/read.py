@@ -17,6 +17,7 @@ from nestling.errors import NestlingError
 from nestling.nets.operations import (
     BINARY,
     CHANNELWISE,
+    DROP_PATHS,
     DROPOUTS,
     IN_PLACE,
     JOINS,
@@ -29,10 +30,12 @@ from nestling.nets.operations import (
     REDUCTIONS,
     RESHAPES,
     SPLITS,
+    DropPath,
 )
 from nestling.nets.ops import Input
 from nestling.nets.pen import Pen
 from nestling.nets.plan import Node
+from nestling.nets.shells import SHELLS
 from nestling.nets.sketch import Sketch
 from nestling.nets.trace import Shape, Trace, place, trace
 
@@ -134,7 +137,9 @@ class Reader(Pen):
 
     def draw_module(self, node: fx.Node, layer: nn.Module) -> None:
         kind = type(layer)
-        if kind in LAYERS:
+        if type(layer).__name__ in DROP_PATHS:
+            self.map(node, DropPath.of(layer))
+        elif kind in LAYERS:
             self.layer(node, self.read_of(node), layer, LAYERS[kind])
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
@@ -156,7 +161,7 @@ class Reader(Pen):
     def draw_operation(self, node: fx.Node, target: Any) -> None:
         """`target` is the function, or the function that a method stands for."""
         base = IN_PLACE.get(target, target)
-        self.check_constants(node, batch=base not in RESHAPES, mode=base not in DROPOUTS)
+        self.check_constants(node, batch=base not in RESHAPES, mode=base not in DROPOUTS and base is not F.batch_norm)
         if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
             self.zip(node, BINARY[base])
         elif base in BINARY or base in POINTWISE:
@@ -176,6 +181,8 @@ class Reader(Pen):
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
         elif base in ON_WEIGHTS:
             self.functional(node, ON_WEIGHTS[base])
+        elif base in SHELLS:
+            self.norm(node, *SHELLS[base])
         elif base is F.pad:
             self.pad(node)
         elif base is torch.zeros_like:

@@ -39,6 +39,7 @@ def check(plan: Plan) -> Plan:
         drawn.add(node.name)
     for node in plan.nodes:
         node.op.check(plan.name, node, plan.reads_of(node))
+        check_sharing(plan, node)
         if node.op.weighted:
             starved = [row for row in range(node.channels) if plan.row_weights(node, row) == 0]
             if starved:
@@ -46,7 +47,6 @@ def check(plan: Plan) -> Plan:
                     f"{plan.name}: channel {starved[0]} of {node.name} is born at stage {node.births[starved[0]]}, before "
                     "anything it could read. Give its input a channel born by then."
                 )
-            check_sharing(plan, node)
         else:
             for row, birth in enumerate(node.births):
                 for read, channels in plan.parents(node, row):

@@ -165,9 +165,9 @@ class Page:
     def channels(self, name: str) -> int:
         return self.sketch.nodes[name].channels
 
-    def same(self, node: fx.Node) -> str:
+    def same(self, node: fx.Node, read: str = "") -> str:
         """What a channel-by-channel operation reads, after making sure that it keeps batch and channels."""
-        read = self.read_of(node)
+        read = read or self.read_of(node)
         shape = tuple(self.values[node].shape)
         if shape[:2] != (BATCHES[0], self.channels(read)):
             self.refuse(node, f"it turns {self.channels(read)} channels into a tensor of shape (N, {shape[1:]})")

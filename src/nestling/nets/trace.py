@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import spelled
+from nestling.nets.operations import DROP_PATHS, spelled
 
 Shape = tuple[int, ...]  # of one image, or of whatever has its channels first
 BATCHES = (2, 3)
@@ -51,6 +51,9 @@ class Watcher(fx.Tracer):
         self.net, self.image, self.running = net, image, False
         self.values: dict[fx.Node, Any] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # what an operation overwrites of what it reads
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m).__name__ in DROP_PATHS or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -113,6 +116,8 @@ class Watcher(fx.Tracer):
             return self.image
         if node.op == "get_attr":
             return attribute(self.root, str(node.target))
+        if node.target is F.batch_norm:
+            return torch.empty_like(self.values[node.all_input_nodes[0]])
         if node.op == "call_function":
             return node.target(*args, **kwargs)  # type: ignore[operator]
         if node.op == "call_method":

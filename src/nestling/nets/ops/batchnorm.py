@@ -25,13 +25,14 @@ class BatchNorm(Operation):
     affine: bool = True
 
     kind: ClassVar[str] = "batchnorm"
-    modules: ClassVar[tuple[str, ...]] = ("BatchNorm1d", "BatchNorm2d")
+    modules: ClassVar[tuple[str, ...]] = ("BatchNorm1d", "BatchNorm2d", "SyncBatchNorm")
     layered: ClassVar[bool] = True
     tail: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layer: Any, read: Node) -> Operation:
-        if len(read.size) not in ((2,) if type(layer).__name__ == "BatchNorm2d" else (0, 1)):
+        ranks = {"BatchNorm1d": (0, 1), "BatchNorm2d": (2,)}
+        if len(read.size) not in ranks.get(type(layer).__name__, (0, 1, 2)):
             raise NestlingError(f"it does not normalise tensors of shape (N, {read.channels}, *{read.size})")
         if layer.num_features != read.channels:
             raise NestlingError(f"it normalises {layer.num_features} channels but reads {read.channels}")

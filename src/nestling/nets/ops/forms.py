@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nestling.nets.operations import Call
+from nestling.nets.operations import Call, DropPath
 
 Steps = list[tuple[str, dict[str, Any]]]
 
@@ -54,6 +54,7 @@ def global_pool(module: Any) -> Steps | None:
 
 FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Identity: lambda m: [("Identity", {})],
+    DropPath: lambda m: [("Identity", {})],
     nn.Dropout: lambda m: [("Identity", {})],
     nn.Dropout2d: lambda m: [("Identity", {})],
     nn.ReLU: lambda m: [("Relu", {})],
