@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip, proof
-from nestling.kernels.backends import BACKENDS, Backend, Choice, Kernel, choices, tables, triton
+from nestling.kernels.backends import BACKENDS, Backend, Choice, KernelName, choices, tables, triton
 from nestling.kernels.nvrtc import MAX_LAYERS
 from nestling.kernels.weights import PackedWeights, empty_gradient, weight_gradients
 from nestling.runs.provenance import provenance
 
 SHAPES = [(c * k, c * k, side) for k in (1, 2, 4) for c, side in ((8, 32), (16, 16), (32, 8))]  # read, written, side
-KERNELS: tuple[Kernel, ...] = ("forward", "back", "weights")
+KERNELS: tuple[KernelName, ...] = ("forward", "back", "weights")
 WORTH = 1.04  # by which tiles must be faster to take the place of those in use
 
 
@@ -91,7 +91,7 @@ class Case:
         pairs = [(self.x, self.y), *((image(cin), image(cout)) for _ in range(layers - 1))]
         self.layers = [(x, dy, empty_gradient(x, dy), None) for x, dy in pairs]
 
-    def run(self, kernel: Kernel, choice: Choice) -> None:
+    def run(self, kernel: KernelName, choice: Choice) -> None:
         weight, transposed = self.packed.parts
         if kernel == "forward":
             choice.backend.forward(self.x, self.norm_in, weight, self.cout, choice.tiles, moments=True)
@@ -100,7 +100,7 @@ class Case:
         else:
             weight_gradients(list(self.layers), choice)
 
-    def torchs(self, kernel: Kernel) -> None:
+    def torchs(self, kernel: KernelName) -> None:
         if kernel == "forward":
             torch.nn.functional.conv2d(self.x, self.weight.bfloat16(), padding=1)
         elif kernel == "back":
@@ -113,7 +113,7 @@ class Case:
             dy, x, weight.bfloat16(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask
         )
 
-    def agrees(self, kernel: Kernel, choice: Choice) -> bool:
+    def agrees(self, kernel: KernelName, choice: Choice) -> bool:
         if kernel == "forward":
             return proof.forward_agrees(self.x, self.cout, choice, normed=True, adds=True, moments=True)
         return (
@@ -122,10 +122,10 @@ class Case:
             else proof.weight_agrees(self.x, self.cout, choice)
         )
 
-    def suited(self, kernel: Kernel) -> list[Backend]:
+    def suited(self, kernel: KernelName) -> list[Backend]:
         return [backend for backend in BACKENDS if backend.suits(kernel, self.x, self.cout)]
 
-    def candidates(self, kernel: Kernel) -> list[Choice]:
+    def candidates(self, kernel: KernelName) -> list[Choice]:
         suited = self.suited(kernel)
         return [Choice(b, tiles) for b in suited for tiles in b.candidates(kernel, self.x, self.cout)]
 
@@ -175,7 +175,7 @@ def tune(shapes: list[tuple[int, int, int]], batch: int, beside: int) -> list[di
     return rows
 
 
-def tuned(cases: list[Case], kernel: Kernel, backend: Backend) -> dict[str, Any]:
+def tuned(cases: list[Case], kernel: KernelName, backend: Backend) -> dict[str, Any]:
     layers = MAX_LAYERS if kernel == "weights" else 1
 
     def timed(tiles: Any, n: int = len(cases)) -> float:
@@ -213,7 +213,7 @@ def table_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         judged = "us" if row["kernel"] == "weights" else "alone_us"
         best = min(row["best"], key=lambda each: each[judged], default=row["used"])
         chosen = best if WORTH * best[judged] < row["used"][judged] else row["used"]
-        shape = {name: row[name] for name in ("backend", "kernel", "cin", "cout", "side")}
+        shape = {name: row[name] for name in ("backend", "kernel", "cin", "cout", "side", "batch")}
         found.append(shape | {"tiles": chosen["tiles"]} | {name: chosen[name] for name in ("us", "alone_us")})
     return found
 

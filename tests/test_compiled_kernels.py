@@ -18,7 +18,7 @@ from test_gradients import batch, losses_of, make
 from nestling.gradients import Accumulator, kernels
 from nestling.gradients.combiners import OSGD
 from nestling.kernels import Fused, chip, nvrtc, proof
-from nestling.kernels.backends import BACKENDS, Choice, choices, sm80, sm90
+from nestling.kernels.backends import BACKENDS, Choice, sm80, sm90
 from nestling.kernels.backends import triton as in_triton
 from nestling.nets import build
 from nestling.nets.within import within
@@ -222,30 +222,3 @@ def test_kernels_in_cuda_c_compile_for_shapes_of_every_kind(
     assert len(found) == 3 * len(runs) and max(found.values()) < room * 1024
     for file, macros in found:
         assert nvrtc.compiled(file, on.architecture, macros)[:4] == b"\x7fELF"
-
-
-def test_a_chip_gets_what_suits_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best backend first, those of older chips behind it, Triton's last; without NVRTC that alone."""
-    ada, blackwell = chip.Chip("NVIDIA L4", (8, 9), 58), chip.Chip("NVIDIA B200", (10, 0), 148)
-    turing = chip.Chip("Tesla T4", (7, 5), 40)
-    expected = {8: [sm80], 16: [sm80], 32: [sm80], 64: [], 128: [], 24: []}
-    for on in (A100, ada, blackwell):
-        assert order(monkeypatch, on) == expected and on.architecture == f"sm_{on.capability[0]}{on.capability[1]}"
-    assert order(monkeypatch, H200) == expected | {32: [sm90, sm80], 64: [sm90], 128: [sm90]}
-    assert H200.architecture == "sm_90a", "wgmma is compiled for that alone"
-    for on, there in ((turing, True), (H200, False)):
-        assert order(monkeypatch, on, there) == {channels: [] for channels in expected}
-
-
-def order(monkeypatch: pytest.MonkeyPatch, on: chip.Chip, there: bool = True) -> dict[int, list[Any]]:
-    """By channels: who is asked before Triton."""
-    monkeypatch.setattr(chip, "of", lambda device: on)
-    monkeypatch.setattr(nvrtc, "available", lambda: there)
-    found: dict[int, list[Any]] = {}
-    for channels in (8, 16, 32, 64, 128, 24):
-        x = torch.empty(4, channels, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-        for kernel in ("forward", "back", "weights"):
-            *others, last = dict.fromkeys(choice.backend for choice in choices(kernel, x, channels))
-            assert last is in_triton and found.setdefault(channels, others) == others
-        assert {choice.backend for choice in choices("stem", x, channels)} == {in_triton}
-    return found

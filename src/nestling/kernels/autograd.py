@@ -22,10 +22,10 @@ from nestling.kernels.weights import empty_gradient, weight_gradients
 class Done(NamedTuple):
     """A unit as it was computed: all of it, or its first channels as part of a wider network."""
 
-    z: Tensor  # the norm's input,
-    affine: Tensor  # what it was found to do to each channel,
-    h: Tensor  # its output after relu,
-    y: Tensor  # and what comes of it
+    z: Tensor  # the norm's input
+    affine: Tensor  # (4, channels): the norm's scale and shift, the mean and 1/deviation of its input
+    h: Tensor  # relu(norm(z))
+    y: Tensor  # what the unit gives
 
 
 class Weight(NamedTuple):

@@ -87,7 +87,7 @@ def relu_back(dh: Tensor, z: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     g = empty_image(z, c)
     sums = torch.empty(2, c, m // rows, dtype=torch.float32, device=z.device)
     kernels().relu_back[(m // rows,)](
-        dh, z, affine, g, sums, C=c, Z=pixel_stride(z), CP=power_of_two(c, 8), BM=rows, num_warps=4
+        dh, z, affine, g, sums, C=c, Z_STRIDE=pixel_stride(z), CP=power_of_two(c, 8), BM=rows, num_warps=4
     )
     return g, sums
 
@@ -104,7 +104,7 @@ def norm_back(
     dz = empty_image(z, c)
     kernels().norm_back[(m // rows,)](
         g, z, affine, dgamma, dbeta, extra if extra is not None else g, dz, m,
-        C=c, Z=pixel_stride(z), CP=power_of_two(c, 8), BM=rows, ADD=extra is not None, num_warps=4,
+        C=c, Z_STRIDE=pixel_stride(z), CP=power_of_two(c, 8), BM=rows, ADD=extra is not None, num_warps=4,
     )  # fmt: skip
     return dz, dgamma, dbeta
 

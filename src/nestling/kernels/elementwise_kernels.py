@@ -118,7 +118,7 @@ def norm_relu(z, affine, h, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit
-def relu_back(dh, z, affine, g, sums, C: tl.constexpr, Z: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
+def relu_back(dh, z, affine, g, sums, C: tl.constexpr, Z_STRIDE: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr):
     """A gradient through relu, with the sums that batch norm's backward needs: what BACK does in `conv`."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -127,8 +127,8 @@ def relu_back(dh, z, affine, g, sums, C: tl.constexpr, Z: tl.constexpr, CP: tl.c
     live = c < C
     at = r[:, None] * C + c[None, :]
     d = tl.load(dh + at, mask=live[None, :], other=0.0).to(tl.float32)
-    before = tl.load(z + r[:, None] * Z + c[None, :], mask=live[None, :], other=0.0).to(tl.float32)
-    out, normed = through_norm(d, before, affine, c, live, Z)
+    before = tl.load(z + r[:, None] * Z_STRIDE + c[None, :], mask=live[None, :], other=0.0).to(tl.float32)
+    out, normed = through_norm(d, before, affine, c, live, Z_STRIDE)
     tl.store(g + at, out.to(g.dtype.element_ty), mask=live[None, :])
     tl.store(sums + c * blocks + block, tl.sum(out, 0), mask=live)
     tl.store(sums + (C + c) * blocks + block, tl.sum(out * normed, 0), mask=live)
@@ -137,7 +137,7 @@ def relu_back(dh, z, affine, g, sums, C: tl.constexpr, Z: tl.constexpr, CP: tl.c
 @triton.jit
 def norm_back(
     g, z, affine, dgamma, dbeta, extra, dz, rows,
-    C: tl.constexpr, Z: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr,
+    C: tl.constexpr, Z_STRIDE: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dz = scale * (g - mean(g) - normalised * mean(g * normalised)), plus the gradient that passed the norm by."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -145,11 +145,11 @@ def norm_back(
     live = (c < C)[None, :]
     at = r[:, None] * C + c[None, :]
     scale = tl.load(affine + c, mask=c < C, other=0.0)
-    mean = tl.load(affine + 2 * Z + c, mask=c < C, other=0.0)
-    rstd = tl.load(affine + 3 * Z + c, mask=c < C, other=0.0)
+    mean = tl.load(affine + 2 * Z_STRIDE + c, mask=c < C, other=0.0)
+    rstd = tl.load(affine + 3 * Z_STRIDE + c, mask=c < C, other=0.0)
     first = tl.load(dbeta + c, mask=c < C, other=0.0) / rows
     second = tl.load(dgamma + c, mask=c < C, other=0.0) / rows
-    before = tl.load(z + r[:, None] * Z + c[None, :], mask=live, other=0.0).to(tl.float32)
+    before = tl.load(z + r[:, None] * Z_STRIDE + c[None, :], mask=live, other=0.0).to(tl.float32)
     normed = (before - mean[None, :]) * rstd[None, :]
     got = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
     out = scale[None, :] * (got - first[None, :] - normed * second[None, :])

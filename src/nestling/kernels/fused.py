@@ -129,7 +129,7 @@ class Fused:
                 backend, tiles = proof.for_forward(x, cout, normed=False, moments=wanted)
                 weight = self.weights[item.name]
                 _, made, moments[item.name] = backend.forward(x, None, weight, cout, tiles, moments=wanted)
-            out = Conv.apply(x, weights[item.name], (made,), self.weight_read(item.name))
+            out = Conv.apply(x, weights[item.name], (made,), self.weight(item.name))
         elif item.name in self.linears:
             layer: Any = self.net.layer(item.name)
             out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
@@ -157,14 +157,12 @@ class Fused:
         if unit.conv is None:
             out, passed = NormRelu.apply(z, layer.weight, layer.bias, done)
         else:
-            read = self.weight_read(unit.conv.name)
-            weight = weights[unit.conv.name]
+            weight, read = weights[unit.conv.name], self.weight(unit.conv.name)
             out, passed = NormReluConv.apply(z, layer.weight, layer.bias, weight, shortcut, done, read)
         if halving:
             made = known.halved(unit) if known is not None else None
-            out = Back.apply(
-                out, (elementwise.subsample(done.y) if made is None else made,), elementwise.subsample_back
-            )
+            made = elementwise.subsample(done.y) if made is None else made
+            out = Back.apply(out, (made,), elementwise.subsample_back)
         if kept is not None:
             kept.keep(unit, done, out)
         values.put(unit.gives, out)
@@ -191,7 +189,7 @@ class Fused:
         h, y, moments[unit.gives] = backend.forward(z, affine, weight, cout, tiles, shortcut=shortcut, moments=wanted)
         return Done(z, affine, h, y)
 
-    def weight_read(self, name: str) -> Weight:
+    def weight(self, name: str) -> Weight:
         return Weight(self.weights[name], self.masks[name], self.side)
 
     def table(self, node: Node) -> tuple[Tensor, Tensor]:

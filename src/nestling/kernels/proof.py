@@ -5,13 +5,14 @@ whose results agree is kept for the process; if none does, that is an error, and
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import grad
 
-from nestling.kernels.backends import BACKENDS, Choice, choices
+from nestling.kernels.backends import BACKENDS, Choice, KernelName, choices
 from nestling.kernels.images import pixel_stride
 from nestling.kernels.weights import weight_gradient
 
@@ -26,34 +27,35 @@ class Miscompiled(RuntimeError):
 
 def for_forward(x: Tensor, cout: int, *, normed: bool, adds: bool = False, moments: bool = True) -> Choice:
     """For a convolution of relu(norm(x)), or of x itself, to `cout` channels, with or without a shortcut and moments."""
-    kind = ("conv", cout, normed, adds, moments)
-    found = choices("forward" if normed else "stem", x, cout)
-    return first_right(kind, x, found, lambda choice: forward_agrees(x, cout, choice, normed, adds, moments))
+    kernel: KernelName = "forward" if normed else "stem"
+    agrees = partial(forward_agrees, x, cout, normed=normed, adds=adds, moments=moments)
+    return first_right(kernel, x, cout, (adds, moments), agrees)
 
 
 def for_back(dy: Tensor, z: Tensor) -> Choice:
     """For the way back of a gradient like dy, through a convolution and the relu of images like z."""
-    kind = ("conv back", z.shape[1], pixel_stride(z))
-    return first_right(kind, dy, choices("back", dy, z.shape[1]), lambda choice: back_agrees(dy, z, choice))
+    return first_right("back", dy, z.shape[1], (pixel_stride(z),), partial(back_agrees, dy, z))
 
 
 def for_weights(x: Tensor, cout: int) -> Choice:
     """For the gradient of the weight between images like x and `cout` channels."""
-    kind = ("weight", cout, pixel_stride(x))
-    return first_right(kind, x, choices("weights", x, cout), lambda choice: weight_agrees(x, cout, choice))
+    return first_right("weights", x, cout, (pixel_stride(x),), partial(weight_agrees, x, cout))
 
 
-def first_right(kind: tuple[Any, ...], x: Tensor, found: list[Choice], agrees: Callable[[Choice], bool]) -> Choice:
+def first_right(
+    kernel: KernelName, x: Tensor, cout: int, kind: tuple[Any, ...], agrees: Callable[[Choice], bool]
+) -> Choice:
     if x.device.type != "cuda":  # interpreted, for tests: there is no compiler to distrust
-        return found[0]
-    key = (*kind, x.shape, x.dtype, x.device)
+        return choices(kernel, x, cout)[0]
+    key = (kernel, cout, *kind, x.shape, x.dtype, x.device)
     if key not in known:
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            right = next((choice for choice in found if runs_and(agrees, choice)), None)
+            right = next((choice for choice in choices(kernel, x, cout) if runs_and(agrees, choice)), None)
         if right is None:
+            told = " ".join(map(str, (kernel, cout, *kind)))
             raise Miscompiled(
-                f"our kernels give wrong results here for {tuple(x.shape)} ({' '.join(map(str, kind))}), with every choice of "
-                "tiles: this version of Triton miscompiles them, or none of our choices suits such images"
+                f"our kernels give wrong results here for {tuple(x.shape)} ({told}), with every choice of tiles: "
+                "this version of Triton miscompiles them, or none of our choices suits such images"
             )
         known[key] = right
     return known[key]

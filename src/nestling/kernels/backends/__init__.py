@@ -1,7 +1,7 @@
 """Who computes the 3x3 convolutions of a training pass: one file for each generation of chips or language, in one list.
 
 A new one is a module with what `Backend` asks for and a line in BACKENDS. Its tiles come from tiles/, a file for each chip,
-written by benchmarks/kernels.py --tune. proof.py takes the first in the list that suits and whose results are right.
+written by benchmarks/kernels.py --tune --table. proof.py takes the first that suits and whose results are right.
 """
 
 from typing import Any, Literal, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestling.kernels.backends import sm80, sm90, triton
 
-Kernel = Literal["stem", "forward", "back", "weights"]  # stem: a convolution of the pictures themselves
+KernelName = Literal["stem", "forward", "back", "weights"]  # stem: a convolution of the pictures themselves
 
 
 class Backend(Protocol):
@@ -20,16 +20,16 @@ class Backend(Protocol):
     @property
     def NAME(self) -> str: ...
 
-    def suits(self, kernel: Kernel, x: Tensor, cout: int) -> bool:
+    def suits(self, kernel: KernelName, x: Tensor, cout: int) -> bool:
         """Whether it has this kernel, for images like x that become `cout` channels, on x's device."""
 
     def halves(self, device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> bool:
         """Whether a convolution of stride 2 is best done there as one of stride 1 of which a quarter is kept."""
 
-    def tiles(self, kernel: Kernel, x: Tensor, cout: int) -> list[Any]:
+    def tiles(self, kernel: KernelName, x: Tensor, cout: int) -> list[Any]:
         """Ways to cut the work, the fastest first: others are tried in turn if its results are wrong."""
 
-    def candidates(self, kernel: Kernel, x: Tensor, cout: int) -> list[Any]:
+    def candidates(self, kernel: KernelName, x: Tensor, cout: int) -> list[Any]:
         """Ways to cut the work that are worth a measurement."""
 
     def forward(
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     tiles: Any
 
 
-def choices(kernel: Kernel, x: Tensor, cout: int) -> list[Choice]:
+def choices(kernel: KernelName, x: Tensor, cout: int) -> list[Choice]:
     """All that suit, the best first."""
     suited = [backend for backend in BACKENDS if backend.suits(kernel, x, cout)]
     return [Choice(backend, tiles) for backend in suited for tiles in backend.tiles(kernel, x, cout)]

@@ -38,7 +38,8 @@ template <int CHUNKS, int PIXEL_STRIDE> __device__ __forceinline__ Chunk chunk_o
     const bool there = row < TILE_HEIGHT, border = IMAGES > 1 ? row % (ROWS + 1) == 0 : above >= ROWS;
     const bool inside = there && (!border || (ROWS < SIDE && block * ROWS % SIDE + above < SIDE));
     const u32 y = block * (IMAGES * ROWS) + above - (IMAGES > 1 ? above / (ROWS + 1) : 0);  // of all rows of all images
-    return {there, inside, there && !border, chunk / (LINE_BYTES / 16) * PLANE_BYTES + swizzled<LINE_BYTES>(row * TILE_WIDTH + 1 + column, chunk % (LINE_BYTES / 16)),
+    return {there, inside, there && !border,
+            chunk / (LINE_BYTES / 16) * PLANE_BYTES + swizzled<LINE_BYTES>(row * TILE_WIDTH + 1 + column, chunk % (LINE_BYTES / 16)),
             (y * SIDE + column) * (PIXEL_STRIDE / 8) + first + chunk};
 }
 
@@ -54,7 +55,8 @@ template <int CHUNKS, int PIXEL_STRIDE> __device__ __forceinline__ void fetch_ti
 template <int CHUNKS> __device__ __forceinline__ void clear_border(u32 tile) {
     for (u32 i = threadIdx.x; i < (TILE_HEIGHT + 1) * CHUNKS; i += THREADS) {
         u32 chunk = i % CHUNKS;
-        st_shared(tile + chunk / (LINE_BYTES / 16) * PLANE_BYTES + swizzled<LINE_BYTES>(i / CHUNKS * TILE_WIDTH, chunk % (LINE_BYTES / 16)), make_uint4(0, 0, 0, 0));
+        st_shared(tile + chunk / (LINE_BYTES / 16) * PLANE_BYTES + swizzled<LINE_BYTES>(i / CHUNKS * TILE_WIDTH, chunk % (LINE_BYTES / 16)),
+                  make_uint4(0, 0, 0, 0));
     }
 }
 
@@ -75,7 +77,8 @@ __device__ __forceinline__ u32 pixel_of(u32 patch) { return patch / ACROSS * 8 *
 constexpr int CHUNKS = CIN / 8, PLANES = CIN / K_CHANNELS, EACH = PATCHES / WARPGROUPS;
 constexpr bool FEW = CIN < 64;
 constexpr int STAGES = FEW ? 1 : 9 * PLANES, TAPS = FEW ? 9 : 1, AHEAD = FEW ? 1 : RING - 2;
-constexpr int WEIGHT_LINE_BYTES = BACK ? N_CHANNELS * 2 : LINE_BYTES, TAP_BYTES = N_CHANNELS * K_CHANNELS * 2, STAGE_BYTES = TAPS * TAP_BYTES;
+constexpr int WEIGHT_LINE_BYTES = BACK ? N_CHANNELS * 2 : LINE_BYTES;
+constexpr int TAP_BYTES = N_CHANNELS * K_CHANNELS * 2, STAGE_BYTES = TAPS * TAP_BYTES;
 constexpr int OUT_LINE_BYTES = N_CHANNELS * 2 + 16;  // bytes of a pixel on its way out: eight of them begin in different banks
 constexpr int TURNS_OUT = PIXELS * (N_CHANNELS / 8) / THREADS;
 static_assert(PATCHES % WARPGROUPS == 0 && THREADS % CHUNKS == 0 && PIXELS * (N_CHANNELS / 8) % THREADS == 0, "groups");
@@ -259,13 +262,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) conv(
 
 #else
 // partial[split, o, tap, i] = sum over a split's pixels of dy[pixel, o] * x[pixel + tap, i], of several layers. A block goes from one tile
-// of pixels to the next, which is copied meanwhile. A product has 64 rows: the inputs under one tap, under two if they are 32, and if they are 16
-// under a row of taps (with a fourth that is nobody's). Warpgroups share the products.
+// of pixels to the next, which is copied meanwhile. A product has 64 rows: the inputs under one tap, under two if they are 32, and if they
+// are 16 under a row of taps (with a fourth that is nobody's). Warpgroups share the products.
 
 constexpr int AT_ONCE = 64 / K_CHANNELS, PRODUCTS = AT_ONCE == 1 ? 9 : AT_ONCE == 2 ? 5 : 3, EACH = PRODUCTS / WARPGROUPS;
 constexpr int GRADIENT_LINE_BYTES = N_CHANNELS * 2, STAGE_BYTES = PLANE_BYTES + PIXELS * GRADIENT_LINE_BYTES, K_PARTS = CIN / K_CHANNELS;
 static_assert(PRODUCTS % WARPGROUPS == 0, "groups");
-__device__ __forceinline__ constexpr int first_of(int product) { return AT_ONCE == 1 ? product : AT_ONCE == 2 ? lesser(2 * product, 7) : 3 * product; }
+__device__ __forceinline__ constexpr int first_of(int product) {
+    return AT_ONCE == 1 ? product : AT_ONCE == 2 ? lesser(2 * product, 7) : 3 * product;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) weights(
     const __grid_constant__ Images images, const __grid_constant__ Images gradients, const __grid_constant__ Sums partials, u32 tiles) {
@@ -312,12 +317,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) weights(
 #pragma unroll
         for (int k = 0; k < PIXELS / 16; k++) {  // two runs of eight pixels
             const int down = k % 4 * 2;
-            const u64 gradient = wgmma_descriptor<GRADIENT_LINE_BYTES>(tile + PLANE_BYTES + (pixel_of(k / 4) + down * SIDE) * GRADIENT_LINE_BYTES, SIDE * GRADIENT_LINE_BYTES);
+            const u32 first = tile + PLANE_BYTES + (pixel_of(k / 4) + down * SIDE) * GRADIENT_LINE_BYTES;
+            const u64 gradient = wgmma_descriptor<GRADIENT_LINE_BYTES>(first, SIDE * GRADIENT_LINE_BYTES);
 #pragma unroll
             for (int p = 0; p < EACH; p++) {
                 const u32 tap = first_of(EACH == PRODUCTS ? p : warpgroup * EACH + p);
                 const u32 apart = AT_ONCE == 2 ? tap_offset(tap + 1) - tap_offset(tap) : 1;
-                const u64 image = wgmma_descriptor<LINE_BYTES>(tile + (corner_of(k / 4) + down * TILE_WIDTH + tap_offset(tap)) * LINE_BYTES, TILE_WIDTH * LINE_BYTES, apart * LINE_BYTES);
+                const u32 pixel = corner_of(k / 4) + down * TILE_WIDTH + tap_offset(tap);
+                const u64 image = wgmma_descriptor<LINE_BYTES>(tile + pixel * LINE_BYTES, TILE_WIDTH * LINE_BYTES, apart * LINE_BYTES);
                 wgmma_m64k16<true, true>(sum[p], image, gradient);
             }
         }

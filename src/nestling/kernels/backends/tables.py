@@ -21,15 +21,17 @@ def file_of(name: str) -> Path:
 
 
 @cache
-def table(name: str) -> dict[Shape, dict[str, int]]:
+def table(name: str) -> dict[Shape, dict[str, Any]]:
+    """A chip's rows; none if it has no file."""
     path = file_of(name)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
-    return {(row["backend"], row["kernel"], row["cin"], row["cout"], row["side"]): row["tiles"] for row in rows}
+    return {(row["backend"], row["kernel"], row["cin"], row["cout"], row["side"]): row for row in rows}
 
 
 def measured(chip: Chip, *shape: Any) -> dict[str, int] | None:
-    """What is known of a shape, on this chip or else on the first."""
-    return table(chip.name).get(shape) or table(FIRST).get(shape)
+    """The tiles that are known for a shape, on this chip or else on the first."""
+    row = table(chip.name).get(shape) or table(FIRST).get(shape)
+    return None if row is None else row["tiles"]
 
 
 def written(name: str, provenance: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -75,13 +75,14 @@ def halves(device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> 
 
 def tiles(kernel: str, x: Tensor, cout: int) -> list[Any]:
     cin, side, pixels, on = x.shape[1], x.shape[2], count_pixels(x), chip.of(x.device)
-    known = tables.table(on.name).get((NAME, kernel, cin, cout, side)) if x.shape[2] == x.shape[3] else None
+    row = tables.table(on.name).get((NAME, kernel, cin, cout, side), {"batch": 0})
+    known = row["tiles"] if row["batch"] * side**2 == pixels else None  # of that many pixels, on this very chip
     if kernel == "weights":
         ruled: Any = weight_splits(pixels, cin, cout, on.processors)
         best = Splits(**known) if known else ruled
     else:
         ruled = conv_tiles(pixels, cin, cout, back=kernel == "back")
-        best = Tiles(**known) if known and pixels % known["rows"] == 0 else ruled
+        best = Tiles(**known) if known else ruled
     return list(dict.fromkeys([best, ruled, *(ruled._replace(stages=stages) for stages in STAGES)]))
 
 
@@ -181,7 +182,7 @@ def launch(
         x, weight, y, shortcut if shortcut is not None else y, found, z, affine,
         H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, **strides, FLIP=transposed,
         BM=t.rows, BN=t.columns, BK=t.depth, TAPS=t.taps, STAGES=t.stages,
-        ADD=shortcut is not None, MOMENTS=moments, BACK=transposed, Z=pixel_stride(z), num_warps=t.warps,
+        ADD=shortcut is not None, MOMENTS=moments, BACK=transposed, Z_STRIDE=pixel_stride(z), num_warps=t.warps,
     )  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def partial_weight_gradient(x: Tensor, dy: Tensor, s: Splits) -> Tensor:
     partial = torch.empty(count, cout * 9 * cin, dtype=torch.float32, device=x.device)
     kernel = kernels().weight_gradient_narrow if whole else kernels().weight_gradient
     kernel[(count, 1, 1) if whole else (count, 3, tiles)](
-        x, dy, partial, pixels, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, X=pixel_stride(x),
+        x, dy, partial, pixels, per, H=x.shape[2], W=x.shape[3], CIN=cin, COUT=cout, X_STRIDE=pixel_stride(x),
         BP=s.pixels, BO=s.outs, BI=s.ins, STAGES=s.stages, num_warps=s.warps,
     )  # fmt: skip
     return partial

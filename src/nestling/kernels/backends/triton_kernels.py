@@ -18,13 +18,13 @@ def conv(
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
     WK: tl.constexpr, WN: tl.constexpr, WT: tl.constexpr, FLIP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, STAGES: tl.constexpr,
-    ADD: tl.constexpr, MOMENTS: tl.constexpr, BACK: tl.constexpr, Z: tl.constexpr,
+    ADD: tl.constexpr, MOMENTS: tl.constexpr, BACK: tl.constexpr, Z_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """y[pixel, n] = sum over taps and k of x[pixel + tap, k] * w[k * WK + n * WN + tap * WT]; TAPS of them at a time.
 
     ADD adds `extra` (a shortcut). MOMENTS gathers y's moments. BACK takes y, a gradient, on through relu and gathers the
     sums that batch norm's backward needs (moments then are: sum of g, sum of g times normalised input); z and affine are then
-    the first channels of Z."""
+    the first channels of Z_STRIDE."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
     rows = block * BM + tl.arange(0, BM)
@@ -71,8 +71,8 @@ def conv(
     live = cols < COUT
     at = rows[:, None] * COUT + cols[None, :]
     if BACK:
-        before = tl.load(z + rows[:, None] * Z + cols[None, :], mask=live[None, :], other=0.0).to(tl.float32)
-        g, normed = through_norm(acc, before, affine, cols, live, Z)
+        before = tl.load(z + rows[:, None] * Z_STRIDE + cols[None, :], mask=live[None, :], other=0.0).to(tl.float32)
+        g, normed = through_norm(acc, before, affine, cols, live, Z_STRIDE)
         tl.store(y + at, g.to(y.dtype.element_ty), mask=live[None, :])
         tl.store(moments + cols * blocks + block, tl.sum(g, 0), mask=live)
         tl.store(moments + (COUT + cols) * blocks + block, tl.sum(g * normed, 0), mask=live)
@@ -88,11 +88,11 @@ def conv(
 @triton.jit
 def weight_gradient(
     x, dy, partial, pixels, per_split,
-    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X_STRIDE: tl.constexpr,
     BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """partial[split, o, tap, i] = sum over a split's pixels of dy[pixel, o] * x[pixel + tap, i]; a row of taps a program. The
-    channels of x are the first of X."""
+    channels of x are the first of X_STRIDE."""
     split = tl.program_id(0)
     dh = tl.program_id(1) - 1
     TILES: tl.constexpr = (CIN + BI - 1) // BI
@@ -109,13 +109,13 @@ def weight_gradient(
         d = tl.load(
             dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & (rows < pixels)[None, :], other=0.0
         )
-        base = x + (rows + dh * W)[:, None] * X + i[None, :]
+        base = x + (rows + dh * W)[:, None] * X_STRIDE + i[None, :]
         wide = (i < CIN)[None, :]
-        left = tl.load(base - X, mask=(tall & (at_w > 0))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        left = tl.load(base - X_STRIDE, mask=(tall & (at_w > 0))[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc0 = tl.dot(d, left, acc0)
         middle = tl.load(base, mask=tall[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc1 = tl.dot(d, middle, acc1)
-        right = tl.load(base + X, mask=(tall & (at_w < W - 1))[:, None] & wide, other=0.0, cache_modifier=".ca")
+        right = tl.load(base + X_STRIDE, mask=(tall & (at_w < W - 1))[:, None] & wide, other=0.0, cache_modifier=".ca")
         acc2 = tl.dot(d, right, acc2)
     live = (o < COUT)[:, None] & (i < CIN)[None, :]
     out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + (dh + 1) * (3 * CIN) + i[None, :]
@@ -127,7 +127,7 @@ def weight_gradient(
 @triton.jit
 def weight_gradient_narrow(
     x, dy, partial, pixels, per_split,
-    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, X_STRIDE: tl.constexpr,
     BP: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for few channels: a row of taps is 3 * CIN numbers, and a program does all three rows."""
@@ -145,16 +145,16 @@ def weight_gradient_narrow(
         d = tl.load(dy + rows[None, :] * COUT + o[:, None], mask=(o < COUT)[:, None] & known[None, :], other=0.0)
         wide = ((at_w > 0) | (k >= CIN)[None, :]) & ((at_w < W - 1) | (k < 2 * CIN)[None, :])
         wide = wide & (k < 3 * CIN)[None, :] & known[:, None]
-        if X == CIN:
+        if X_STRIDE == CIN:
             run = k - CIN
         else:
-            run = (k // CIN - 1) * X + k % CIN
-        base = x + rows[:, None] * X + run[None, :]
-        above = tl.load(base - W * X, mask=wide & (at_h > 0)[:, None], other=0.0, cache_modifier=".ca")
+            run = (k // CIN - 1) * X_STRIDE + k % CIN
+        base = x + rows[:, None] * X_STRIDE + run[None, :]
+        above = tl.load(base - W * X_STRIDE, mask=wide & (at_h > 0)[:, None], other=0.0, cache_modifier=".ca")
         acc0 = tl.dot(d, above, acc0)
         level = tl.load(base, mask=wide, other=0.0, cache_modifier=".ca")
         acc1 = tl.dot(d, level, acc1)
-        below = tl.load(base + W * X, mask=wide & (at_h < H - 1)[:, None], other=0.0, cache_modifier=".ca")
+        below = tl.load(base + W * X_STRIDE, mask=wide & (at_h < H - 1)[:, None], other=0.0, cache_modifier=".ca")
         acc2 = tl.dot(d, below, acc2)
     live = (o < COUT)[:, None] & (k < 3 * CIN)[None, :]
     out = partial + split * (COUT * 9 * CIN) + o[:, None] * (9 * CIN) + k[None, :]
