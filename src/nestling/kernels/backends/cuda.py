@@ -12,6 +12,8 @@ from nestling.kernels import chip, nvrtc
 from nestling.kernels.backends import tables
 from nestling.kernels.images import empty_image, empty_moments
 
+SIDES = (8, 16, 32)  # of images, in pixels
+
 
 class Tiles(Protocol):
     @property
@@ -41,6 +43,14 @@ class Tiles(Protocol):
 
 def runs_on(device: torch.device) -> bool:
     return chip.of(device).has_mma and nvrtc.available()
+
+
+def fits(channels: tuple[int, ...], cin: int, cout: int, size: tuple[int, ...]) -> bool:
+    return cin in channels and cout in channels and size in [(side, side) for side in SIDES]
+
+
+def fits_kernel(channels: tuple[int, ...], kernel: str, x: Tensor, cout: int) -> bool:
+    return kernel != "stem" and x.dtype == torch.bfloat16 and fits(channels, x.shape[1], cout, tuple(x.shape[2:]))
 
 
 def measured(backend: str, kernel: str, x: Tensor, cout: int) -> dict[str, int] | None:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import nvrtc
-from nestling.kernels.backends.cuda import back, forward, macros, measured, runs_on, weights
+from nestling.kernels.backends.cuda import back, fits, fits_kernel, forward, macros, measured, runs_on, weights
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 
 NAME = "sm80"
 CHANNELS = (8, 16, 32)
-SIDES = (8, 16, 32)
 
 
 class Tiles(NamedTuple):
@@ -72,18 +71,13 @@ class Tiles(NamedTuple):
         kernel(self.splits, xs, dys, partials, count, layers=len(xs))
 
 
-def fits(cin: int, cout: int, size: tuple[int, ...]) -> bool:
-    return cin in CHANNELS and cout in CHANNELS and size in [(side, side) for side in SIDES]
-
-
 def suits(kernel: str, x: Tensor, cout: int) -> bool:
-    has = kernel != "stem" and x.dtype == torch.bfloat16 and fits(x.shape[1], cout, tuple(x.shape[2:]))
-    return has and runs_on(x.device)
+    return fits_kernel(CHANNELS, kernel, x, cout) and runs_on(x.device)
 
 
 def halves(device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> bool:
     """cuDNN's many small kernels take longer than four times the work."""
-    return fits(cin, cout, size) and runs_on(device)
+    return fits(CHANNELS, cin, cout, size) and runs_on(device)
 
 
 def tiles(kernel: str, x: Tensor, cout: int) -> list[Tiles]:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from nestling.kernels import chip, nvrtc
 from nestling.kernels.backends import cuda
-from nestling.kernels.backends.cuda import back, forward, macros, measured, weights
+from nestling.kernels.backends.cuda import back, fits, fits_kernel, forward, macros, measured, weights
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 
 NAME = "sm90"
 CHANNELS = (32, 64, 128)
-SIDES = (8, 16, 32)
 STAGES_OF_WEIGHTS = 3  # tiles of a weight gradient in shared memory at once
 
 
@@ -84,19 +83,14 @@ def runs_on(device: torch.device) -> bool:
     return cuda.runs_on(device) and chip.of(device).has_wgmma
 
 
-def fits(cin: int, cout: int, size: tuple[int, ...]) -> bool:
-    return cin in CHANNELS and cout in CHANNELS and size in [(side, side) for side in SIDES]
-
-
 def suits(kernel: str, x: Tensor, cout: int) -> bool:
     whole = x.shape[0] % 4 == 0  # small images go by twos or fours
-    has = kernel != "stem" and x.dtype == torch.bfloat16 and fits(x.shape[1], cout, tuple(x.shape[2:]))
-    return has and whole and runs_on(x.device)
+    return whole and fits_kernel(CHANNELS, kernel, x, cout) and runs_on(x.device)
 
 
 def halves(device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> bool:
     """cuDNN's many small kernels take longer than four times the work."""
-    return fits(cin, cout, size) and runs_on(device)
+    return fits(CHANNELS, cin, cout, size) and runs_on(device)
 
 
 def tiles(kernel: str, x: Tensor, cout: int) -> list[Tiles]:

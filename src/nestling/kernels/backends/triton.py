@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip
-from nestling.kernels.backends import tables
+from nestling.kernels.backends import sm80, tables
+from nestling.kernels.backends.cuda import fits
 from nestling.kernels.elementwise import norm_relu
 from nestling.kernels.images import (
     PIXEL_MULTIPLE,
@@ -69,8 +70,7 @@ def suits(kernel: str, x: Tensor, cout: int) -> bool:
 
 def halves(device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> bool:
     """As sm80.py, whose place it takes where that is missing; not measured by itself."""
-    few, sides = (8, 16, 32), (8, 16, 32)
-    return cin in few and cout in few and size in [(side, side) for side in sides]
+    return fits(sm80.CHANNELS, cin, cout, size)
 
 
 def tiles(kernel: str, x: Tensor, cout: int) -> list[Any]:
