@@ -14,7 +14,7 @@ from rich.table import Table
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import write_atomically
-from nestling.nets.draw import draw as picture_of
+from nestling.nets.picture import draw as picture_of
 from nestling.nets.plan import Plan
 from nestling.nets.registry import NETS, Shape, plan
 from nestling.recipes import RECIPES

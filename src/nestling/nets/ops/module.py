@@ -32,7 +32,7 @@ class Module(Operation):
         pass
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
-        out: Tensor = layer(reads[0])
+        out: Tensor = layer(*reads)
         return out
 
     def kept(

@@ -5,32 +5,26 @@ For births in depth, where whole blocks are born together; a nest in width canno
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
-from nestling.nets.ops.frozen import Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.module import Module
+from nestling.nets.ops.operation import Channels
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nestling.nets.layers import Cut
     from nestling.nets.plan import Node
 
 
 @dataclass(frozen=True)
-class Opaque(Operation):
+class Opaque(Module):
     work: int = 0  # multiply-accumulates of an image
     held: int = 0  # parameters
 
     kind: ClassVar[str] = "opaque"
-    layered: ClassVar[bool] = True
-    given: ClassVar[bool] = True
+    tail: ClassVar[bool] = False
 
     @property
     def any_axis(self) -> bool:
@@ -67,21 +61,3 @@ class Opaque(Operation):
 
     def macs(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
         return (self.work, *[0] * (node.channels - 1))
-
-    def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut | None:
-        return None
-
-    def reset(self, layer: Any, generator: torch.Generator) -> None:
-        pass
-
-    def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
-        out: Tensor = layer(*reads)
-        return out
-
-    def kept(
-        self, name: str, value: Tensor, node: Node, reads: Sequence[Node], rows: Channels, inputs: Channels
-    ) -> Tensor:
-        return value
-
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
-        return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]
