@@ -16,10 +16,11 @@ from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.paper.everything import Job, everything, missing_jobs
-from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, run_name, train_cells
+from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, recipe_of, run_name, train_cells
 from nestling.paper.results import (
     changes,
     collect,
+    command_of,
     compare,
     less,
     merged,
@@ -32,7 +33,7 @@ from nestling.paper.results import (
 )
 from nestling.paper.tables import gap_table, missing, network_table
 from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import NetworkRecipe, StrategyRecipe, override
+from nestling.recipes.recipe import StrategyRecipe, override
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.runs.folder import RunDir
@@ -244,8 +245,10 @@ def test_the_stored_results_can_be_read_and_are_of_known_networks() -> None:
     rows = [each for path in folder.glob("*.csv") for each in read_csv(path)]
     assert rows and all(each["network"] in NETS and 0 <= each["error"] <= 100 for each in rows)
     for each in rows:
-        found = plan(NetworkRecipe(each["network"], alone=each["stage"] if each["strategy"] == "alone" else 0))
-        assert each["macs"] == found.macs(1 if each["strategy"] == "alone" else each["stage"])
+        recipe = recipe_of(each)
+        assert (recipe.network.name, strategy_name(recipe)) == (each["network"], each["strategy"])
+        assert each["macs"] == plan(recipe.network).macs(1 if recipe.network.alone else each["stage"])
+        assert each.get("train") in (None, "", command_of(recipe)), "the command that makes the same run by itself"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ def test_a_table_by_hand() -> None:
     rows.append(row(8.0, stage=1, size="w1", changes="strategy.scope=block"))
     table = network_table("width-resnet42", compare(rows))
     assert [line[0].text for line in table.rows] == [
-        "greedy", "sgd", "osgd", "osgd strategy.scope=block", "normsgd", "osgd-norm",
+        "greedy", "sgd", "osgd", "osgd, scope block", "normsgd", "osgd-norm",
     ]  # fmt: skip
     assert cell_texts(table, "osgd") == [
         ("osgd", "", "n = 1, 200 epochs"), ("9.00", "▼", "paper 12.3±0.1"), ("–", "", "paper 8.9±0.2"),
@@ -282,12 +285,13 @@ def test_gaps_to_independent_nets_by_hand() -> None:
 
 def test_what_is_missing_is_a_command() -> None:
     names, sizes = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", "alone"), ("w1", "w2", "w4")
-    every = [row(1.0, strategy=name, stage=i, size=size) for name in names for i, size in enumerate(sizes, 1)]
+    thrice = [(name, i, size, seed) for name in names for i, size in enumerate(sizes, 1) for seed in range(3)]
+    every = [row(1.0, strategy=name, stage=i, size=size, seed=seed) for name, i, size, seed in thrice]
     lacking = missing("table1", compare(every))
-    assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy"
+    assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy --seeds 3"
     assert len(lacking) == 4
-    partly = missing("table1", compare(every[:-1]))  # without the largest independent net
-    assert partly[1] == "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy"
+    partly = missing("table1", compare(every[:-1]))  # without a third largest independent net
+    assert partly[1] == "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy --seeds 3"
     assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
 
 

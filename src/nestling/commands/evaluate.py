@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
+from nestling.commands.describe import amount
 from nestling.errors import NestlingError
 from nestling.runs.device import pick_device
 from nestling.runs.evaluate import evaluate, keep
@@ -52,5 +53,5 @@ def show(result: dict[str, Any]) -> Table:
         move = moves.get(row["stage"])
         changes = (f"{100 * move['repaired']:.2f}", f"{100 * move['broken']:.2f}") if move else ("", "")
         error, ece = f"{100 * row['error']:.2f}", f"{100 * row['ece']:.2f}"
-        table.add_row(str(row["stage"]), row["size"], error, f"{row['loss']:.3f}", ece, f"{row['macs']:,}", *changes)
+        table.add_row(str(row["stage"]), row["size"], error, f"{row['loss']:.3f}", ece, amount(row["macs"]), *changes)
     return table

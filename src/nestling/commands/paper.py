@@ -17,7 +17,7 @@ from nestling.paper.tables import LEGEND, Table, tables
 from nestling.recipes.recipe import Recipe
 
 ALL = "all"
-WRITE_UP = ("figures", "profile")  # parts that train nothing
+WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
 
 
 def command(
@@ -30,7 +30,7 @@ def command(
     set: tuple[str, ...] = (),
     out: str = "runs/paper",
     results: str = "results",
-    page: str = "runs/figures.html",
+    page: str = "",
     data: str = "cifar10",
     beside: int = 3,
     minutes: float = 0.0,
@@ -42,7 +42,8 @@ def command(
     Args:
         part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); all trains what
             is missing of CIFAR-10, most valuable first, and counts rows of results whose run folders are gone; figures
-            draws all tables and figures, profile measures the latency of every network that has a finished run.
+            draws all tables and figures, findings writes the tables of docs/findings.md from the results, profile measures
+            the latency of every network that has a finished run.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
             all but alone-norm, which is independent nets with normalised gradients.
@@ -53,7 +54,8 @@ def command(
         out: folder of the run folders.
         results: where one row per run and stage goes as soon as the run is finished: a CSV file, or a folder of files named
             by data and device. Figures read all files of this folder. Empty: nowhere.
-        page: where figures go: report.html also makes report.md and the folder report/ with the pictures.
+        page: where figures go, by default runs/figures.html, which also makes runs/figures.md and the folder runs/figures/
+            with the pictures; the page with marks that findings are written into, by default docs/findings.md.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
@@ -140,12 +142,18 @@ def write_up(
     """What is done with runs that are there: draw them, or measure the latency of their networks."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("figures need matplotlib, which is not installed; pip install 'nestling[report]'")
-    from nestling.paper import deadlines, figures  # here, because matplotlib may be missing and takes its time
+    from nestling.paper import (
+        deadlines,
+        figures,
+        findings,
+    )  # here, because matplotlib may be missing and takes its time
     from nestling.report.records import find
 
     if part == "profile":
         return {"measured": deadlines.profile_missing(find([out]))}
-    return figures.draw(out, results, page, strategy, data, set)
+    if part == "findings":
+        return findings.write_findings(results, page or "docs/findings.md")
+    return figures.draw(out, results, page or "runs/figures.html", strategy, data, set)
 
 
 def show(result: dict[str, Any]) -> Group:
@@ -154,6 +162,8 @@ def show(result: dict[str, Any]) -> Group:
         return Group(plan_table(result["plan"])) if result["plan"] else Group(Text("Nothing is missing."))
     if result["part"] == "profile":
         return Group(Text("\n".join(["measured:", *(result["measured"] or ["nothing: all networks have profiles"])])))
+    if result["part"] == "findings":
+        return Group(Text(f"{result['page']}: {'made anew' if result['changed'] == 'yes' else 'nothing has changed'}"))
     lines = [LEGEND]
     if result["part"] == "figures":
         lines.append(f"page: {result['report']}, {result['markdown']}, pictures in {result['pictures']}")

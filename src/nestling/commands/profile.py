@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from nestling.commands.describe import amount
 from nestling.studies.profile import profile
 
 
@@ -41,7 +42,7 @@ def show(result: dict[str, Any]) -> Table:
             cells = [str(condition[key]) if first else "" for key in ("engine", "threads", "batch")]
             cells += [str(row["stage"]), *(f"{row[key]:.3f}" for key in ("median_ms", "p95_ms", "p99_ms"))]
             table.add_row(
-                *cells, f"{row['macs']:,}" if "macs" in row else "", end_section=row is condition["stages"][-1]
+                *cells, amount(row["macs"]) if "macs" in row else "", end_section=row is condition["stages"][-1]
             )
     table.caption = None if result["stored"] else "nothing is stored"
     return table

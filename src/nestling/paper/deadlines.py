@@ -5,6 +5,7 @@ what is missing. The study itself is deadline.py's, the sorting of runs and trac
 """
 
 import csv
+import time
 from collections.abc import Sequence
 from math import inf, isinf
 from pathlib import Path
@@ -12,14 +13,17 @@ from pathlib import Path
 from nestling.files import WEIGHTS
 from nestling.paper.pictures import View
 from nestling.paper.results import ALONE, Row, changes, less, short, strategy_name, write_csv
-from nestling.paper.tables import label
+from nestling.paper.statistics import label
 from nestling.recipes.recipe import Recipe
 from nestling.report.families import families
 from nestling.report.records import Run
 from nestling.report.study import study
 from nestling.report.times import conditions
+from nestling.runs.provenance import provenance
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.studies.profile import profile
+
+STUDY = "nestling paper figures"  # the command that computes and keeps studies
 
 
 def way(recipe: Recipe, settings: Sequence[str] = ()) -> str:
@@ -38,9 +42,19 @@ def deadline_rows(
     family = next((each for each in sorted_runs if each.name == nest), None)
     if family is None or not family.nests:
         return f"no run folder of {nest} ({' or '.join(names)})"
-    found = study(family, family.baseline(sorted_runs))
+    base_family = family.baseline(sorted_runs)
+    found = study(family, base_family)
     if isinstance(found, str):
         return found
+    origin = provenance(STUDY, "cpu", time.time)
+    about = {
+        "commit": (origin["commit"] or "")[:12],
+        "versions": ", ".join(f"{name} {version}" for name, version in origin["versions"].items()),
+        "command": STUDY,
+    }
+    seeds = {line.label: seeds_of(line.runs) for line in family.nests}
+    alone = [run for line in family.alone for run in line.runs]
+    beside = [run for line in (base_family.nests if base_family else ()) for run in line.runs]
     schemes = {line.label: f"Nest, {way(line.runs[0].recipe, settings)}" for line in family.nests}
     [device] = {run.latency.device for run in family.runs if run.latency and conditions(run) == found.conditions}
     return [
@@ -51,14 +65,21 @@ def deadline_rows(
             "error": round(100 * row.error, 3),
             "guessed": round(100 * row.guessed, 3),
             "n": found.seeds[scheme],
+            "seeds": seeds.get(scheme) or seeds_of(beside if scheme.startswith(BASE) else alone),
             "images": family.n,
             "device": device,
             "conditions": found.conditions,
             "deadlines_from": found.largest,
+            **about,
         }
         for scheme, rows in found.rows.items()
         for row in rows
     ]
+
+
+def seeds_of(runs: Sequence[Run]) -> str:
+    """The seeds that runs were trained with."""
+    return " ".join(map(str, sorted({run.recipe.train.seed for run in runs})))
 
 
 def view_rows(

@@ -5,20 +5,21 @@ command lines that would train what is missing. Drawing is pictures.py's, tables
 """
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import RECIPE
-from nestling.nets import plan
 from nestling.paper import pictures
+from nestling.paper.claims import CIFAR10, claims, claims_table
 from nestling.paper.deadlines import read_studies, store_studies, view_rows
 from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
+from nestling.paper.lent import lent
 from nestling.paper.pictures import VIEWS
-from nestling.paper.results import ALONE, INDEPENDENT, SAME_RUN, Row, collect, compare, less, merged, read_results
-from nestling.paper.tables import LEGEND, label, missing, tables
-from nestling.recipes.recipe import NetworkRecipe, show
+from nestling.paper.results import INDEPENDENT, SAME_RUN, Row, collect, compare, less, merged, read_results
+from nestling.paper.statistics import label
+from nestling.paper.tables import LEGEND, coverage_table, missing, tables
+from nestling.recipes.recipe import show
 from nestling.report.content import Block, Document, Note, Pictures, Section, Text
 from nestling.report.records import Run, find
 from nestling.report.write import publish
@@ -50,53 +51,41 @@ def draw(
     networks = [network for part in parts for network in TABLES[part]]
     study, drawn = deadlines(find(folders) if folders else [], results, names, settings, data)
     top5 = compare(rows, "top5")
+    shown = tables(means, top5, networks)
     sections = (
-        Section("tables", "The tables, ours beside the paper's", (Text(LEGEND), *tables(means, top5, networks))),
+        *(held(rows, study, means) if data == "cifar10" and not settings else ()),
         Section("tradeoff", "Error against MACs", tradeoff(means, names, data)),
         Section("deadlines", "Error under deadlines", drawn),
         Section("priorities", "Priority orders", orders),
+        Section(
+            "tables",
+            "The tables, ours beside the paper's",
+            (Text(LEGEND), *shown) if shown else (Text("Nothing yet."),),
+        ),
         Section("missing", "What is missing", tuple(map(Note, absent)) or (Text("Nothing."),)),
     )
     lead = (
         "“Orthogonalized SGD and Nested Architectures for Anytime Neural Networks” (ICML 2020): its tables and figures, "
-        f"made from {runs_behind(shared)} runs of ours. Every number is a row of a CSV file in the folder of results or "
-        "of a run folder."
+        f"made from {runs_behind(shared, networks)} runs of ours. Every number is a row of a CSV file in the "
+        "folder of results or of a run folder."
     )
     files = publish(Document("The paper's experiments", lead, sections), Path(page))
     return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
 
 
-def runs_behind(rows: Sequence[Row]) -> int:
-    """How many runs these rows come from; an independent net has one row."""
-    own = [row for row in rows if row["changes"] is not None]
+def held(rows: Sequence[Row], study: Sequence[Row], means: Sequence[Row]) -> tuple[Section, ...]:
+    """What of the paper's claims holds, and how much of its grid that rests on."""
+    return (
+        Section("claims", "What holds", (claims_table(claims(rows, study)),)),
+        Section("coverage", "How much has been trained", (coverage_table(means, CIFAR10),)),
+    )
+
+
+def runs_behind(rows: Sequence[Row], networks: Sequence[str]) -> int:
+    """How many runs of these networks the rows come from; an independent net has one row."""
+    own = [row for row in rows if row["changes"] is not None and row["network"] in networks]
     keys = [key for key in SAME_RUN if key != "stage"]
     return len({(*(row[key] for key in keys), row["strategy"] in INDEPENDENT and row["stage"]) for row in own})
-
-
-def lent(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
-    """The rows, and independent nets lent to every network that has one of the very same size and recipe.
-
-    Width-depth nests that grow in turn and at once share three sizes, even width and doubling width three others.
-    """
-    found = list(rows)
-    alone: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row["strategy"] == ALONE and row["changes"] == "":
-            alone.setdefault((row["size"], row["macs"], row["params"]), []).append(row)
-    for network in (network for part in parts for network in TABLES[part]) if alone else ():
-        have = {row["stage"] for row in rows if row["network"] == network and row["strategy"] == ALONE}
-        for stage, (size, _) in enumerate(sizes_of(network), start=1):
-            same = [] if stage in have else alone.get((size, *costs(network, stage)), [])
-            one = [row for row in same if row["network"] == same[0]["network"]]  # of one lender: they are the same runs
-            found += [{**row, "network": network, "stage": stage} for row in one]
-    return found
-
-
-@cache
-def costs(network: str, stage: int) -> tuple[int, int]:
-    """MACs and parameters of the independent net of one stage's size."""
-    found = plan(NetworkRecipe(name=network, alone=stage))
-    return found.macs(1), found.params(1)
 
 
 def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:
@@ -107,10 +96,11 @@ def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:
 
 
 def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[Block, ...]:
+    bars = " Bars: standard deviation over seeds." if any(row["n"] > 1 for row in means if row["name"] in names) else ""
     caption = (
         f"Base: the paper's baselines (even-width for width, the cascade for the others), trained with {names[0]}. Oracle: "
-        "independent nets of the stages' sizes, of which the right one would have to be known beforehand. Bars: standard "
-        "deviation over runs. Crosses: the paper's own errors, at the costs of our drawing of its networks."
+        f"independent nets of the stages' sizes, of which the right one would have to be known beforehand.{bars} Crosses: the "
+        "paper's own errors, at the costs of our drawing of its networks."
     )
     return (Pictures((pictures.tradeoffs(VIEWS[data], means, names, caption),)),)
 
@@ -148,8 +138,12 @@ def order_figure(means: Sequence[Row], data: str) -> tuple[tuple[Block, ...], li
         lines.append((f"osgd, order {show(order)}", of(means, network, name)))
     lines.append(("sgd", of(means, network, "sgd")))
     absent = [text for text, rows in lines if not rows]
-    caption = "Orders name stages, most important first; 1 first is the paper's usual order. " + ", ".join(
-        f"{text}: n = {min(row['n'] for row in rows)}" for text, rows in lines if rows
+    counted = [f"{text}: n = {min(row['n'] for row in rows)}" for text, rows in lines if rows]
+    caption = " ".join(
+        [
+            "Orders name stages, most important first; 1 first is the paper's usual order.",
+            *(f"{each}." for each in counted),
+        ]
     )
     commands = [f"nestling paper priorities --network {network}"] if absent else []
     return (Pictures((pictures.priorities(network, lines, absent, caption),)),), commands

@@ -16,7 +16,7 @@ import torch
 from nestling.errors import NestlingError, nearest
 from nestling.files import RESULTS
 from nestling.nets import plan
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, changes, strategy_name
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
@@ -59,7 +59,7 @@ def cells(
 ) -> Iterator[tuple[str, Recipe]]:
     """Run name and recipe of every chosen cell, seed by seed, so that a first answer for all comes before a second."""
     if part not in PARTS:
-        near = nearest(part, (*PARTS, "all", "figures", "profile"))
+        near = nearest(part, (*PARTS, "all", "figures", "findings", "profile"))
         raise NestlingError(f"unknown table {part!r}; did you mean {near}? (nestling paper --help lists all)")
     drawn = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
     default = (STUDIED,) if part in STUDIES else tuple(drawn)
@@ -141,6 +141,15 @@ def sizes(network: NetworkRecipe) -> tuple[tuple[str, int], ...]:
 
 def sizes_of(network: str) -> tuple[tuple[str, int], ...]:
     return sizes(NetworkRecipe(name=network))
+
+
+def recipe_of(row: Row) -> Recipe:
+    """The recipe behind a row of results."""
+    alone = row["strategy"] in INDEPENDENT
+    name = {ALONE: "sgd", ALONE_NORM: "normsgd"}.get(row["strategy"], row["strategy"])
+    recipes = {network: recipe for table in TABLES.values() for network, recipe in table.items()}
+    settings = [f"network.alone={row['stage'] if alone else 0}", f"strategy.name={name}", *row["changes"].split()]
+    return override(named(recipes[row["network"]]), [*settings, f"train.seed={row['seed']}"])
 
 
 def train_cells(

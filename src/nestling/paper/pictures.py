@@ -1,7 +1,7 @@
 """The paper's figures: error against MACs, error under deadlines, and priority orders, each as panels side by side.
 
-In: means over seeds, rows of deadline studies. Out: report Pictures. What is missing is written into its panel; the paper's
-own errors are drawn faintly where its tables give them. It reads no files and computes nothing but places on the page.
+In: means over seeds, rows of deadline studies. Out: report Pictures. What is missing is written under it, or into its panel
+where that is empty; the paper's own errors are drawn faintly where its tables give them. It reads no files.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from nestling.report.families import BASELINES
 from nestling.report.figures.deadlines import limit_names, places
 from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel, percent_axis
 from nestling.report.theme import BASE as BASE_COLOUR
-from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, PAPER, SCHEMES, Look
+from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, SCHEMES, Look
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 
 WIDTH, HEIGHT = 11.0, 3.9  # inches of a picture of three panels
@@ -117,7 +117,8 @@ def tradeoffs(views: Sequence[View], means: Sequence[Row], names: Sequence[str],
                     part.axes.errorbar(xs, ys, spread, fmt="none", ecolor=each.look.colour, elinewidth=1, capsize=2.5)
                     draw(part, each.look, each.label, xs, ys, [p[3] for p in each.points])
             drawn = [point for each in found for point in each.points]
-            lacking(part.axes, [each.label for each in found if not each.points and each.look != PAPER_LOOK])
+            lack = [each.label for each in found if not each.points and each.look != PAPER_LOOK]
+            caption += lacking(part.axes, view.title, lack)
             if drawn:
                 cost_axis(part.axes, [p[0] for p in drawn], count_text)
                 error_axis(part.axes, [p[1] for p in drawn])
@@ -140,7 +141,7 @@ def deadline_bars(views: Sequence[View], studies: Sequence[Sequence[Row]], why: 
                 axes.set_xlabel(f"deadline, {unit}\nmeasured on {device}:\n{how}", fontsize=8)
             else:
                 axes.set_xlabel("deadline")
-            lacking(axes, [reason] if reason else [])
+            caption += lacking(axes, view.title, reason.split("\n") if reason else [])
         whole.legend_below(5)
         return whole.picture("error-under-deadlines", "Error under 7 deadlines and none", caption)
 
@@ -189,7 +190,7 @@ def priorities(
     """Error per stage under each priority order, and how far that is from the usual order's error."""
     names = [size for size, _ in sizes_of(network)]
     usual = {row["stage"]: row["error"] for row in lines[0][1]}
-    with panel(8.2, HEIGHT) as whole:
+    with panel(WIDTH, HEIGHT) as whole:
         left, right = whole.split(2)
         for number, (label, rows) in enumerate(lines):
             if not rows:
@@ -202,7 +203,7 @@ def priorities(
                 gaps = [row["error"] - usual[row["stage"]] for row in rows]
                 said = [f"{label}, {row['size']}: {gap:+.2f} points" for row, gap in zip(rows, gaps, strict=True)]
                 draw(right, look, label, xs, gaps, said)
-        lacking(left.axes, absent)
+        caption += lacking(left.axes, network, absent)
         for part in (left, right):
             part.axes.set_xticks(range(1, len(names) + 1), names)
             part.axes.set_xlim(0.7, len(names) + 0.3)
@@ -215,16 +216,16 @@ def priorities(
         return whole.picture("priorities", f"{network}: error under several priority orders", caption)
 
 
-def lacking(axes: Axes, what: Sequence[str]) -> None:
-    """What is not there yet, written into the panel; a panel with nothing in it has no scales."""
-    if not axes.has_data():
-        axes.set_xticks([])
-        axes.set_yticks([])
-    if what:
-        if axes.containers:  # bars reach up to where the text will be: make room
-            low, high = axes.get_ylim()
-            axes.set_ylim(low, high + (high - low) * 0.05 * (1 + sum(1 + each.count("\n") for each in what)))
-        axes.text(
-            0.98, 0.97, "\n".join(["not there yet:", *what]), transform=axes.transAxes, ha="right", va="top", color=MUTED,
-            fontsize=7.5, style="italic", zorder=5, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
-        )  # fmt: skip
+def lacking(axes: Axes, title: str, what: Sequence[str]) -> str:
+    """What is not there yet: for the caption, where it would cover something; else written into the empty panel."""
+    if not what:
+        return ""
+    if axes.has_data():
+        return f" Not there yet in {title}: {', '.join(what)}."
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.text(
+        0.5, 0.5, "\n".join(["not there yet:", *what]), transform=axes.transAxes, ha="center", va="center", color=MUTED,
+        fontsize=7.5, style="italic",
+    )  # fmt: skip
+    return ""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from math import isnan
 
 from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes_of
-from nestling.paper.results import ALONE, INDEPENDENT, Row, paper_number
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, paper_number
+from nestling.paper.statistics import label
 from nestling.report.content import Cell, Table
 
 ORDER = (
@@ -20,6 +21,7 @@ ORDER = (
     "osgd-norm",
     *INDEPENDENT,
 )  # the paper's columns, and ours between them
+SEEDS = {"table1": 3, "table2": 3}  # of the paper
 MARKS = {True: "▼", False: "▲"}  # ours is lower (better), higher (worse), beyond two standard deviations
 LEGEND = (
     "Error in %, ± sample standard deviation over n runs; under it the paper's. ▼ and ▲: ours is lower or higher by more "
@@ -28,13 +30,33 @@ LEGEND = (
 )
 
 
-def label(row: Row) -> str:
-    """A way of training in words: "osgd", "osgd strategy.scope=block"."""
-    return " ".join(filter(None, (row["strategy"], row.get("changes", ""))))
+WORDS = {  # what a setting is called in tables; the others by the last part of their key
+    "strategy.order": "order {}",
+    "strategy.importance": "loss weights {}",
+    "strategy.constant": "C = {}",
+    "strategy.scope": "scope {}",
+    "train.schedule": "{} schedule",
+    "train.distill": "self-distillation {}",
+    "train.average": "averaged weights {}",
+    "train.teacher": "taught by {}",
+}
+SAID = {"train.decay_norms=False": "norms spared", "strategy.literal=True": "norms as the paper writes them"}
 
 
-def network_table(network: str, means: Iterable[Row], measure: str = "error") -> Table:
-    """One network's table, from means over seeds; those of other networks are left out."""
+def words(name: str) -> str:
+    """A way of training as a reader would say it: "osgd strategy.scope=block" as "osgd, scope block"."""
+    strategy, *settings = name.split(" ")
+    said = [SAID.get(each) or said_setting(*each.split("=", 1)) for each in settings]
+    return ", ".join([strategy, *said])
+
+
+def said_setting(key: str, value: str) -> str:
+    shown = " ".join(part.removesuffix(".0") for part in value.split(","))
+    return WORDS.get(key, key.partition(".")[2].replace("_", " ") + " {}").format(shown)
+
+
+def network_table(network: str, means: Iterable[Row], measure: str = "error", beside: bool = True) -> Table:
+    """One network's table, from means over seeds; those of other networks are left out. `beside`: the paper's, too."""
     found: dict[tuple[str, int], dict[int, Row]] = {}
     for row in means:
         if row["network"] == network:
@@ -42,22 +64,25 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error") ->
     stages = sizes_of(network)
     known = {name for name, _ in found}
     for name in ORDER:  # what the paper has and we do not
-        if name not in known and name not in INDEPENDENT and paper_number(network, name, 1, measure):
+        if beside and name not in known and name not in INDEPENDENT and paper_number(network, name, 1, measure):
             found[name, 0] = {}
     lines = []
     for (name, epochs), cells in sorted(found.items(), key=lambda each: rank(each[0][0])):
         n = min((row["n"] for row in cells.values()), default=0)
-        words = f"n = {n}, {epochs} epochs" if n else "not trained"
+        about = f"n = {n}, {epochs} epochs" if n else "not trained"
         strategy = name.partition(" ")[0]
-        beside = [paper_number(network, strategy, stage, measure) for stage in range(1, len(stages) + 1)]
+        numbers = [
+            paper_number(network, strategy, stage, measure) if beside else None for stage, _ in enumerate(stages, 1)
+        ]
         lines.append(
             (
-                Cell(name, small=words),
-                *(stage_cell(cells.get(stage), paper) for stage, paper in enumerate(beside, start=1)),
+                Cell(words(name), small=about),
+                *(stage_cell(cells.get(stage), paper) for stage, paper in enumerate(numbers, start=1)),
             )
         )
     columns = (Cell(f"{'top-5 ' * (measure == 'top5')}error in %"), *(Cell(size) for size, _ in stages))
-    return Table(network, columns, tuple(lines), name=f"{network}-{measure}")
+    title = network if beside else f"{network}, with something changed"
+    return Table(title, columns, tuple(lines), name=f"{network}-{measure}", folded=not beside, wide=True)
 
 
 def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
@@ -66,7 +91,7 @@ def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
     if row is None:
         return Cell("–", small=small)
     spread = [] if row["std"] is None else [f"± {row['std']:.2f}"]
-    mark = [MARKS[row["error"] < row["paper"]]] if row["beyond"] else []
+    mark = [MARKS[row["error"] < row["paper"]]] if row["beyond"] and paper is not None else []
     return Cell(f"{row['error']:.2f}", " ".join(spread + mark), small)
 
 
@@ -82,11 +107,12 @@ def gap_table(network: str, means: Iterable[Row]) -> Table | None:
         return None
     numbers = range(1, len(sizes_of(network)) + 1)
     body = tuple(
-        (Cell(name), *(Cell(f"{gaps[s]:+.2f}".replace("-", "−") if s in gaps else "–") for s in numbers))
+        (Cell(words(name)), *(Cell(f"{gaps[s]:+.2f}".replace("-", "−") if s in gaps else "–") for s in numbers))
         for name, gaps in sorted(lines.items(), key=lambda each: rank(each[0]))
     )
     columns = (Cell("points above the independent net"), *(Cell(size) for size, _ in sizes_of(network)))
-    return Table(f"{network}: distance to the independent nets of the same size", columns, body)
+    title = f"{network}: distance to the independent nets of the same size"
+    return Table(title, columns, body, folded=True, wide=True)
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -96,26 +122,62 @@ def rank(name: str) -> tuple[int, str]:
 
 
 def missing(table: str, means: Iterable[Row]) -> list[str]:
-    """The command lines that would train what this table still lacks."""
-    done = {(row["network"], label(row), row["stage"]) for row in means}
+    """The command lines that would train what this table still lacks; a cell with fewer seeds than the paper's is lacking."""
+    seeds = SEEDS.get(table, 1)
+    done = {(row["network"], label(row), row["stage"]) for row in means if row["n"] >= seeds}
     lacking = []
     for network in TABLES[table]:
         strategies = ("sgd", "osgd") if table == "table3" else STRATEGIES
         stages = range(1, len(sizes_of(network)) + 1)
         left = [name for name in strategies if not all((network, name, stage) in done for stage in stages)]
         if left:
-            words = " ".join(f"--strategy {name}" for name in left)
-            lacking.append(f"nestling paper {table} --network {network} {words}")
+            chosen = " ".join(f"--strategy {name}" for name in left)
+            often = f" --seeds {seeds}" if seeds > 1 else ""
+            lacking.append(f"nestling paper {table} --network {network} {chosen}{often}")
     return lacking
 
 
 def tables(means: Sequence[Row], top5: Sequence[Row], networks: Iterable[str]) -> list[Table]:
-    """The tables of these networks; top-5 errors after the others where the paper has them."""
+    """The tables of the networks of which something was trained: as the paper trains them (top-5 errors after the others
+    where the paper has them), with something changed, and how far from independent nets."""
     found = []
     for network in networks:
-        found.append(network_table(network, means))
+        mine = [row for row in means if row["network"] == network]
+        if not mine:
+            continue
+        found.append(network_table(network, [row for row in mine if not row["changes"]]))
         if paper_number(network, PRIORITISED[0], 1, "top5"):
             found.append(network_table(network, top5, "top5"))
+        changed = [row for row in mine if row["changes"]]
+        found += [network_table(network, changed, beside=False)] if changed else []
         gap = gap_table(network, means)
         found += [gap] if gap else []
     return found
+
+
+def coverage_table(means: Iterable[Row], networks: Sequence[str], seeds: int = 3) -> Table:
+    """How many seeds stand behind every cell that the paper has, and behind our own columns."""
+    columns = [name for name in ORDER if name != ALONE_NORM]
+    n: dict[tuple[str, str, int], int] = {}
+    for row in means:
+        if not row.get("changes"):
+            n[row["network"], row["strategy"], row["stage"]] = row["n"]
+    lines, cells = [], []
+    for network in networks:
+        stages = range(1, len(sizes_of(network)) + 1)
+        found = {name: [n.get((network, name, stage), 0) for stage in stages] for name in columns}
+        cells += [one for name in columns if paper_number(network, name, 1) and name != ALONE for one in found[name]]
+        lines.append((Cell(network), *(Cell(count_words(found[name])) for name in columns)))
+    done, whole = sum(one > 0 for one in cells), sum(one >= seeds for one in cells)
+    caption = (
+        f"{done} of the paper's {len(cells)} cells here have been trained, {whole} of them with {seeds} seeds, as the paper "
+        "has. 1-3: as many seeds at the stage that has fewest as at the one that has most."
+    )
+    heads = tuple(Cell(words(name)) for name in columns)
+    title = "Seeds behind every cell"
+    return Table(title, (Cell("network"), *heads), tuple(lines), caption, name="coverage", wide=True)
+
+
+def count_words(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return "–" if not high else f"{low}" if low == high else f"{low}-{high}"

@@ -40,6 +40,7 @@ class Table:
     folded: bool = False  # shown on request only
     name: str = ""  # what tests and links call it
     words: int = 1  # this many columns from the left are words, the others numbers
+    wide: bool = False  # stands alone, over the whole width of the page
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Picture:
     caption: str
     svg: str
     png: bytes
+    wide: bool = False  # several panels side by side: over the whole width of the page
 
 
 @dataclass(frozen=True)

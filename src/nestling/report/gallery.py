@@ -57,7 +57,7 @@ def stage_times(family: Family) -> tuple[float, ...]:
 
 def shelf_title(family: Family, stage: int) -> str:
     if stage > len(family.sizes):
-        return "Wrong to the end"
+        return "Wrong at the last stage"
     size = family.sizes[stage - 1]
     return f"Right from the first stage on ({size})" if stage == 1 else f"Settled at stage {stage} ({size})"
 

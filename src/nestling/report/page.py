@@ -81,6 +81,8 @@ def section_html(section: Section) -> str:
 def kind(block: Block) -> str:
     """Neighbours of one kind stand side by side where there is room; most blocks stand alone."""
     if isinstance(block, Table):
+        if block.wide:
+            return str(id(block))
         return "folded" if block.folded else "provenance" if block.name == "provenance" else "table"
     return "steps" if isinstance(block, NestSummary) else str(id(block))
 
@@ -157,7 +159,8 @@ def pictures_html(block: Pictures) -> str:
 def picture_html(picture: Picture) -> str:
     svg = inline(picture.svg, picture.name).replace("<svg", f'<svg role="img" aria-label="{escape(picture.title)}"', 1)
     caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
-    return f'<figure class="picture" data-name="{picture.name}">{svg}{caption}</figure>'
+    kind = "picture wide" if picture.wide else "picture"
+    return f'<figure class="{kind}" data-name="{picture.name}">{svg}{caption}</figure>'
 
 
 # --- the gallery ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,13 @@ from nestling.studies.deadline import ORACLE_ALL
 
 
 def limit_names(limits: Sequence[float]) -> list[str]:
-    return ["none" if isinf(limit) else f"{limit:.2g}" if limit < 99.5 else f"{limit:.0f}" for limit in limits]
+    """Deadlines in as few digits as tell them apart."""
+    known = dict.fromkeys(limit for limit in limits if not isinf(limit))
+    for digits in range(2, 7):
+        names = {limit: f"{limit:.{digits}g}" if limit < 10**digits - 0.5 else f"{limit:.0f}" for limit in known}
+        if len(set(names.values())) == len(known):
+            break
+    return ["none" if isinf(limit) else names[limit] for limit in limits]
 
 
 def places(limits: Sequence[float]) -> list[float]:

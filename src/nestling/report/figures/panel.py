@@ -65,9 +65,8 @@ class Panel:
         def with_words(found: re.Match[str]) -> str:
             return f"{found[0]}<title>{escape(self.tips[int(found[1])])}</title>"
 
-        return Picture(
-            name, title, caption, re.sub(r'<g id="tip(\d+)">', with_words, written.getvalue()), png.getvalue()
-        )
+        drawn = re.sub(r'<g id="tip(\d+)">', with_words, written.getvalue())
+        return Picture(name, title, caption, drawn, png.getvalue(), wide=self.figure.get_figwidth() > 1.2 * WIDTH)
 
 
 @contextmanager

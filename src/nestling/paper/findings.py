@@ -1,0 +1,109 @@
+"""`nestling paper findings`: the tables of docs/findings.md, written between its marks from the rows in results/.
+
+In: a folder of results and a page that has marks, `<!-- NAME: made by nestling paper findings -->` to `<!-- end -->`. Out: the
+page with every such part made anew. What stands outside the marks is a person's, and has no figures.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nestling.errors import NestlingError, nearest
+from nestling.files import write_atomically
+from nestling.paper.claims import claims, claims_table, gains_table
+from nestling.paper.deadlines import read_studies
+from nestling.paper.everything import CIFAR10, everything, missing_jobs
+from nestling.paper.grid import recipe_of
+from nestling.paper.lent import lent
+from nestling.paper.results import INDEPENDENT, Row, compare, read_results
+from nestling.paper.statistics import image_error
+from nestling.paper.tables import coverage_table, network_table
+from nestling.report.content import Table
+from nestling.report.markdown import table_text
+
+TABLES = ("table1", "table2", "digits")
+MADE = "made by nestling paper findings"
+MARK = re.compile(rf"<!-- (?P<name>[a-z0-9-]+): {MADE} -->\n.*?<!-- end -->", re.DOTALL)
+DIGITS = ("width-digits", "depth-digits")
+
+
+def write_findings(results: str, page: str) -> dict[str, str]:
+    """Make every marked part of the page anew."""
+    path = Path(page)
+    if not path.is_file():
+        raise NestlingError(f"there is no page {page} to write findings into; --page names one that has marks.")
+    before = path.read_text(encoding="utf-8")
+    write_atomically(path, filled(before, results).encode())
+    return {"page": page, "changed": "yes" if path.read_text(encoding="utf-8") != before else "no"}
+
+
+def filled(text: str, results: str) -> str:
+    """The page with its marked parts made from the results."""
+    rows = lent(read_results(results), TABLES)
+    studies = [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)]
+    parts: dict[str, Callable[[], str]] = {
+        "claims": lambda: table_text(claims_table(claims(rows, studies))),
+        "coverage": lambda: table_text(coverage_table(compare(rows), CIFAR10)),
+        "gains": lambda: joined([gains_table(rows, "sgd"), gains_table(rows, "sgd-sum")]),
+        "cifar10": lambda: joined([network_table(network, usual(rows)) for network in CIFAR10]),
+        "variants": lambda: joined([variant_table(rows, network) for network in CIFAR10]),
+        "digits": lambda: joined([network_table(network, compare(rows)) for network in DIGITS]),
+        "images": lambda: images(rows),
+        "left": lambda: left(results),
+    }
+
+    def made(mark: re.Match[str]) -> str:
+        name = mark["name"]
+        if name not in parts:
+            raise NestlingError(f"the page has a mark {name!r}; did you mean {nearest(name, parts)}?")
+        return f"<!-- {name}: {MADE} -->\n\n{parts[name]()}\n\n<!-- end -->"
+
+    if not MARK.search(text):
+        raise NestlingError("the page has no marks; see docs/findings.md for how they look.")
+    return MARK.sub(made, text)
+
+
+def joined(tables: Sequence[Table | None]) -> str:
+    return "\n\n".join(table_text(table) for table in tables if table is not None)
+
+
+def usual(rows: Sequence[Row]) -> list[Row]:
+    """Means of runs that changed nothing about the paper's recipes."""
+    return compare([row for row in rows if not row["changes"]])
+
+
+def variant_table(rows: Sequence[Row], network: str) -> Table | None:
+    found = variants(rows, network)
+    return network_table(network, found, beside=False) if found else None
+
+
+def variants(rows: Sequence[Row], network: str) -> list[Row]:
+    """Means of one network's runs that changed something, at the stages that they train."""
+    changed = [row for row in rows if row["network"] == network and row["changes"] and row["data"] == "cifar10"]
+    return compare([row for row in changed if trains(row)])
+
+
+def trains(row: Row) -> bool:
+    importance = recipe_of(row).strategy.importance
+    return row["strategy"] in INDEPENDENT or not importance or importance[row["stage"] - 1] > 0
+
+
+def images(rows: Sequence[Row]) -> str:
+    """What the number of test images alone leaves open."""
+    tests = {row["data"]: row["n"] for row in rows}
+    said = [
+        f"{n:,} test images of {data} leave a standard error of {image_error(7.0, n):.2f} points in an error of 7 %"
+        for data, n in tests.items()
+    ]
+    return f"The images' own error is another thing than ± over seeds: {', '.join(said)}."
+
+
+def left(results: str) -> str:
+    """How much of the grid is still to be trained."""
+    jobs = missing_jobs(everything(), Path("/nonexistent"), read_results(results))
+    reasons = {job.why: [each for each in jobs if each.why == job.why] for job in jobs}
+    lines = [
+        f"- {why}: {len(each)} runs, about {sum(job.minutes(Path('/nonexistent')) for job in each):.0f} minutes of an H200"
+        for why, each in reasons.items()
+    ]
+    return "\n".join(lines) or "Nothing."

@@ -1,0 +1,166 @@
+"""What holds of the paper: differences seed by seed and verdicts by hand, and a page whose figures are those in results/."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nestling.errors import NestlingError
+from nestling.nets import plan
+from nestling.paper.claims import at_equal_cost, claims, priorities
+from nestling.paper.findings import MARK, filled, write_findings
+from nestling.paper.results import compare
+from nestling.paper.statistics import Estimate, estimate, gain, image_error, verdict
+from nestling.paper.tables import coverage_table, network_table, words
+from nestling.recipes.recipe import NetworkRecipe
+
+ROOT = Path(__file__).parent.parent
+CIFAR10 = (
+    "depth-sparse98",
+    "width-resnet42",
+    "alternate-sparse98",
+    "together-sparse98",
+    "cascade-sparse98",
+    "even-resnet42",
+)
+
+
+def rows(network: str, strategy: str, *seeds: list[float], changes: str = "") -> list[dict[str, Any]]:
+    """The rows of a strategy: a list of errors, stage by stage, for every seed."""
+    found = plan(NetworkRecipe(network))
+    return [
+        {
+            "network": network, "strategy": strategy, "changes": changes, "seed": seed, "stage": stage, "error": error,
+            "size": found.sizes[stage - 1], "macs": found.macs(stage), "params": found.params(stage), "epochs": 200,
+            "data": "cifar10", "n": 10_000,
+        }
+        for seed, errors in enumerate(seeds)
+        for stage, error in enumerate(errors, start=1)
+    ]  # fmt: skip
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    """What seeds have in common, here a whole point, is not in the spread of their difference."""
+    sgd, osgd = (
+        ([9.0, 8.0, 7.0], [10.0, 9.0, 8.0], [11.0, 10.0, 9.1]),
+        ([9.5, 8.0, 6.5], [10.5, 9.0, 7.5], [11.5, 10.0, 8.5]),
+    )
+    both = [*rows("width-resnet42", "sgd", *sgd), *rows("width-resnet42", "osgd", *osgd, [1.0, 1.0, 1.0])]
+    assert gain(both, "width-resnet42", "osgd", "sgd", 1) == Estimate(-0.5, 0.0, 3), "the fourth seed has no partner"
+    third = gain(both, "width-resnet42", "osgd", "sgd", 3)
+    assert third is not None and third.mean == pytest.approx((0.5 + 0.5 + 0.6) / 3) and third.n == 3
+    assert third.error == pytest.approx(0.1 / 3**0.5 / 3**0.5)
+    assert gain(both, "width-resnet42", "osgd", "greedy", 1) is None
+    assert str(third) == "+0.53 ± 0.03" and str(Estimate(-0.5, None, 1)) == "−0.50"
+
+
+def test_a_verdict_needs_three_seeds_and_an_interval_that_leaves_out_the_contrary() -> None:
+    assert verdict(None) == verdict(estimate([0.5])) == verdict(estimate([0.5, 0.51])) == "open"
+    assert (
+        verdict(estimate([0.5, 0.51, 0.52])) == "holds" and verdict(estimate([-0.5, -0.51, -0.52])) == "does not hold"
+    )
+    assert verdict(estimate([0.1, 0.5, 0.9])) == "open", "0.5 ± 0.23 is 2.2 standard errors, but of three seeds"
+    assert verdict(estimate([-0.2, -0.21, -0.22]), least=-0.5) == "holds"
+
+
+def test_the_images_own_error_is_that_of_a_share() -> None:
+    assert image_error(10.0, 10_000) == pytest.approx(0.3)
+
+
+def claim(found: list[Any], text: str) -> Any:
+    return next(each for each in found if each.text.startswith(text))
+
+
+def test_a_claim_about_all_networks_needs_all_of_them_with_three_seeds() -> None:
+    every = []
+    for network in CIFAR10:
+        stages = len(plan(NetworkRecipe(network)).sizes)
+        for strategy, shift in (("sgd", 0.0), ("osgd", -0.5)):
+            every += rows(network, strategy, *([8.0 + seed / 10 + shift] * stages for seed in range(3)))
+    settled = claim(claims(every, []), "OSGD beats SGD")
+    assert (settled.verdict, settled.n) == ("holds", "3") and settled.numbers.startswith("+0.50 ± 0.00 over 6 networks")
+    assert claim(claims(every, []), "earlier stages lose little").verdict == "holds"
+    fewer = [row for row in every if not (row["network"] == "even-resnet42" and row["seed"] == 2)]
+    assert (claim(claims(fewer, []), "OSGD beats SGD").verdict, claim(claims(fewer, []), "OSGD beats SGD").n) == (
+        "open",
+        "2 to 3",
+    )
+    none = [row for row in every if row["network"] != "even-resnet42"]
+    assert claim(claims(none, []), "OSGD beats SGD").verdict == "open"
+    assert all(each.verdict == "open" and each.n == "0" for each in claims([], []))
+
+
+def test_equal_cost_is_the_best_stage_that_costs_no_more() -> None:
+    """even's stages cost 24, 73, 146 and 243 M, the nest's 24, 73 and 267: its last is never affordable."""
+    nest = rows("width-resnet42", "osgd", *[[9.0, 8.0, 5.0]] * 3)
+    even = rows("even-resnet42", "osgd", *[[9.5, 8.5, 7.0, 6.0]] * 3)
+    found = at_equal_cost("…", [*nest, *even], "width-resnet42", "even-resnet42")
+    assert found.numbers == "w1 +0.50 ± 0.00, w2 +0.50 ± 0.00, w3 −1.00 ± 0.00, w4 −2.00 ± 0.00"
+    assert (found.verdict, found.n) == ("does not hold", "3")
+
+
+def test_priority_looks_at_the_stage_that_comes_first() -> None:
+    usual = rows("width-resnet42", "osgd", *[[9.0, 8.0, 7.0]] * 3)
+    first = [("2,1,3", [1.0, 8.5, 1.0]), ("3,1,2", [1.0, 1.0, 7.25]), ("3,2,1", [1.0, 1.0, 7.5])]
+    turned = [
+        row
+        for order, errors in first
+        for row in rows("width-resnet42", "osgd", *[errors] * 3, changes=f"strategy.order={order}")
+    ]
+    found = priorities([*usual, *turned], "width-resnet42")
+    assert found.verdict == "does not hold"
+    assert found.numbers.startswith("stage 2 in order 2 1 3 −0.50 ± 0.00, stage 3 in order 3 1 2 −0.25 ± 0.00")
+
+
+def test_coverage_counts_cells_by_n() -> None:
+    some = [*rows("width-resnet42", "sgd", *[[1.0, 1.0, 1.0]] * 3), *rows("width-resnet42", "osgd", [1.0, 1.0, 1.0])]
+    partly = [
+        row for row in rows("width-resnet42", "greedy", *[[1.0, 1.0, 1.0]] * 2) if row["seed"] == 0 or row["stage"] == 1
+    ]
+    table = coverage_table(compare([*some, *partly]), CIFAR10)
+    line = next(each for each in table.rows if each[0].text == "width-resnet42")
+    assert dict(zip((cell.text for cell in table.columns), (cell.text for cell in line), strict=True)) == {
+        "network": "width-resnet42", "greedy": "1-2", "sgd": "3", "sgd-sum": "–", "osgd": "1", "normsgd": "–", "osgd-norm": "–",
+        "alone": "–",
+    }  # fmt: skip
+    assert table.caption.startswith("9 of the paper's 115 cells here have been trained, 3 of them with 3 seeds")
+
+
+def test_settings_are_said_in_words() -> None:
+    assert words("osgd") == "osgd"
+    assert words("osgd strategy.order=3,1,2 strategy.scope=block") == "osgd, order 3 1 2, scope block"
+    assert words("normsgd strategy.constant=8") == "normsgd, C = 8"
+    flags = "strategy.importance=1.0,1.0,2.0 train.decay_norms=False train.schedule=cosine train.average=0.999"
+    said = "sgd, loss weights 1 1 2, norms spared, cosine schedule, averaged weights 0.999"
+    assert words(f"sgd {flags}") == said
+    [line] = network_table(
+        "width-resnet42", compare(rows("width-resnet42", "sgd", [1.0, 1.0, 1.0], changes=flags)), beside=False
+    ).rows
+    assert line[0].text == said
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    """Made anew from results/ it is the same page. If this fails, results have come: run nestling paper findings."""
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert filled(page, str(ROOT / "results")) == page
+    assert len(MARK.findall(page)) == 8
+    outside = re.sub(r"```.*?```", "", MARK.sub("", page), flags=re.DOTALL)
+    assert not re.findall(r"\d+\.\d+", outside.replace("README.md", "")), "figures stand between marks only"
+
+
+def test_pages_without_marks_or_with_unknown_ones_are_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    with pytest.raises(NestlingError, match="there is no page"):
+        write_findings("", str(page))
+    page.write_text("# Nothing")
+    with pytest.raises(NestlingError, match="no marks"):
+        write_findings("", str(page))
+    page.write_text("<!-- clams: made by nestling paper findings -->\n<!-- end -->")
+    with pytest.raises(NestlingError, match="did you mean claims"):
+        write_findings("", str(page))
+    page.write_text("before\n<!-- coverage: made by nestling paper findings -->\nold\n<!-- end -->\nafter")
+    assert write_findings("", str(page))["changed"] == "yes" and write_findings("", str(page))["changed"] == "no"
+    assert (
+        page.read_text().startswith("before\n") and page.read_text().endswith("after") and "old" not in page.read_text()
+    )
