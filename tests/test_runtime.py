@@ -336,7 +336,7 @@ def test_be_soon_begins_what_is_likely_in_time_and_never_gives_it_up() -> None:
     with runtime:
         assert runtime.answer(image(), deadline=0.2, late=None).stage == 2  # late, but there
         assert runtime.answer(image(), deadline=0.2, late=None).stage == 1  # now it knows better
-        for wrong in (0, 1, 2, -0.1, True, "soon", math.nan):
+        for wrong in (0, 1, 2, -0.1, True, "soon", math.nan, [0.1]):
             with pytest.raises(NestlingError, match="late="):
                 runtime.answer(image(), late=wrong)  # type: ignore[arg-type]
 

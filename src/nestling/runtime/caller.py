@@ -184,20 +184,13 @@ class Anytime:
             if self.worker.run_here(row, work, promise):
                 answer = self._form(row, began)
                 if promise.late is not None and 0 < limit < inf:
-                    self._learn(row, self.clock() - end, promise)
+                    promise.observe(self.clock() - end, row.guarded)
                 return answer
             row.deadline = min(row.deadline, due)
         waiting = Waiting(self.worker, self._form, [row], [due], began, promise)
         answer = waiting.one()
         waiting.learn()
         return answer
-
-    def _learn(self, row: Row, late: float, promise: Promise) -> None:
-        """An answer of this thread's own came so many seconds after its deadline (less than none: before)."""
-        if not row.guarded:
-            promise.caution.observe(late > 0)
-        elif late > -promise.guard.value:  # it was told to stop, or should have been
-            promise.guard.observe(late + promise.guard.value)
 
     def _ask(self, images: Images, normalised: bool, deadline: Limit, confident: Sure, every: bool = False) -> Waiting:
         """Leave images to the worker's thread. `every`: wake the caller at every stage."""
@@ -249,9 +242,10 @@ class Anytime:
         return x
 
     def _promise(self, late: float | None) -> Promise:
+        late = check_late(late)
         found = self._promises.get(late)
         if found is None:
-            found = self._promises[check_late(late)] = Promise(late)
+            found = self._promises[late] = Promise(late)
         return found
 
     def _check_open(self) -> None:

@@ -14,7 +14,8 @@ from nestling.errors import NestlingError
 LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.1  # and hardly ever less than this one
-RATE = 0.2
+RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
+FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 
 
 class Promise:
@@ -22,9 +23,16 @@ class Promise:
 
     def __init__(self, late: float | None = LATE) -> None:
         self.late = late
-        self.caution = Caution(late or 0.5)
         self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
-        self.guard = Margin(late or 0.5)  # for stages that are ended at the deadline
+        # An answer of the caller's own thread is late for one of two reasons: each may be to blame for half.
+        self.caution = Caution((late or 0.5) / 2)
+        self.guard = Margin((late or 0.5) / 2)  # for stages that are ended at the deadline
+
+    def observe(self, late: float, guarded: bool) -> None:
+        """An answer of the caller's own thread came so many seconds after its deadline (less than none: before); `guarded`: its
+        last stage had a guard."""
+        self.caution.observe(late > 0 and not guarded)
+        self.guard.observe(self.guard.value + late if guarded and late > 0 else 0.0)
 
 
 class Caution:
@@ -33,12 +41,26 @@ class Caution:
     LEAST, MOST = 0.7, 8.0
 
     def __init__(self, late: float) -> None:
-        self.late, self.value = late, 1.1
+        self.step, self.value = Steps(late), 1.1
 
     def observe(self, late: bool) -> None:
         """An answer whose stages were begun without a guard came, late or not."""
-        moved = self.value * math.exp(RATE / 2 * (1 - self.late if late else -self.late))
-        self.value = min(self.MOST, max(self.LEAST, moved))
+        self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
+
+
+class Steps:
+    """How far to move, in the logarithm: up where it was too little, down where it was not, so that it settles where this
+    share is too little. The first steps are longer, to learn quickly what machine this is."""
+
+    __slots__ = ("late", "seen")
+
+    def __init__(self, late: float) -> None:
+        self.late, self.seen = late, 0
+
+    def __call__(self, too_little: bool) -> float:
+        rate = max(RATE, FIRST / (1 + 0.4 * self.seen))
+        self.seen += too_little
+        return rate * (1 - self.late if too_little else -self.late)
 
 
 class Margin:
@@ -48,7 +70,7 @@ class Margin:
     LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
 
     def __init__(self, late: float = 0.02) -> None:
-        self.late, self.value = late, 100e-6
+        self.step, self.value = Steps(late), 100e-6
         self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
 
     def looked(self, late: float) -> None:
@@ -56,10 +78,8 @@ class Margin:
         self.recent.append(late)
 
     def observe(self, late: float) -> None:
-        """An answer was handed over this long after the timer was due. Moves up (1 - late) / late times as far as down, so
-        that it settles where this share of answers is later."""
-        moved = self.value * math.exp(RATE * (1 - self.late if late > self.value else -self.late))
-        self.value = min(self.MOST, max(self.LEAST, moved))
+        """An answer was handed over this long after the timer was due."""
+        self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late > self.value))))
 
     def before(self, deadline: float) -> float:
         """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""

@@ -187,7 +187,9 @@ class Worker:
             if guarded and not self.engine.stops:
                 return False
             if not soon and left < inf and self.engine.stops:
-                margin = min(promise.guard.value, left / 5) if guarded else 0.0
+                # Only the first stage is tried at the risk of being late: without it there is no answer at all.
+                margin = promise.guard.value if row.best[0] else min(promise.guard.value, left / 5)
+                margin = margin if guarded else 0.0
                 self.guard.until(row.deadline - margin, work.stop, exactly=guarded)
             began = self.clock()
             done = self.advance(work)
