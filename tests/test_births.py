@@ -28,7 +28,7 @@ class Wall:
         if name.split(".")[0] in ("torch", "numpy", "matplotlib"):
             raise ImportError(f"{name} is out of reach")
 sys.meta_path.insert(0, Wall())
-import nestling.nets.births, nestling.nets.plan, nestling.nets.ties
+import nestling.nets.births, nestling.nets.plan, nestling.nets.reading.ties
 from nestling.nets import NETS, plan
 from nestling.commands.describe import command
 from nestling.nets.picture import draw

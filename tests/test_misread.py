@@ -13,11 +13,11 @@ from torch.nn.utils import prune
 
 import nestling
 from nestling.errors import NestlingError
-from nestling.nets import agree, read
 from nestling.nets.layers import NestedBatchNorm2d
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
 from nestling.nets.plan import Node
+from nestling.nets.reading import agree, read
 from nestling.nets.registry import build
 from nestling.recipes.recipe import NetworkRecipe
 

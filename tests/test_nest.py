@@ -24,7 +24,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import grow
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
-from nestling.nets.ties import quotas
+from nestling.nets.reading.ties import quotas
 
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ROOT / "benchmarks" / "nest_pytorchcv.py"

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError, nearest
-from nestling.nets.assemble import Assembled, built, fitted
 from nestling.nets.net import NestedNet
-from nestling.nets.operations import Call
 from nestling.nets.ops import BatchNorm, Conv, Linear, Map, Mean, Opaque
+from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node, Plan
-from nestling.nets.read import Reader, read_whole
-from nestling.nets.sketch import Sketch
-from nestling.nets.trace import BATCHES, Shape, path_of
+from nestling.nets.reading.assemble import Assembled, built, fitted
+from nestling.nets.reading.read import Reader, read_whole
+from nestling.nets.reading.sketch import Sketch
+from nestling.nets.reading.trace import BATCHES, Shape, path_of
 
 HEADS = ("linear", "conv")
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from nestling.errors import NestlingError
-from nestling.nets.agree import prove
-from nestling.nets.assemble import assemble
 from nestling.nets.births import grow
 from nestling.nets.net import NestedNet
-from nestling.nets.read import read
-from nestling.nets.trace import Shape
+from nestling.nets.reading.agree import prove
+from nestling.nets.reading.assemble import assemble
+from nestling.nets.reading.read import read
+from nestling.nets.reading.trace import Shape
 
 
 def nest(

@@ -45,7 +45,7 @@ class Conv(Weighted):
         """Padding with anything but zeros is done before."""
         if layer.padding_mode == "zeros" or not any(self.padding):
             return None, self
-        from nestling.nets.operations import Call
+        from nestling.nets.ops.calls import Call
 
         sides = tuple(pad for pad in reversed(self.padding) for _ in range(2))
         pads = Call(lazy.F.pad, 0, (None, sides), {"mode": layer.padding_mode})

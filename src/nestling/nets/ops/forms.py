@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nestling.nets.operations import Call, DropPath
+from nestling.nets.ops.calls import Call, DropPath
 
 Steps = list[tuple[str, dict[str, Any]]]
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import spelled
 from nestling.nets.ops import Select
+from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
-from nestling.nets.trace import BATCHES, Trace, path_of, place
+from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
 
 
 @dataclass

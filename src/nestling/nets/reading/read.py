@@ -14,10 +14,16 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import (
+from nestling.nets.ops import Input
+from nestling.nets.ops.calls import DROP_PATHS, DropPath
+from nestling.nets.plan import Node
+from nestling.nets.reading.pen import Pen
+from nestling.nets.reading.shells import SHELLS
+from nestling.nets.reading.sketch import Sketch
+from nestling.nets.reading.trace import Shape, Trace, place, trace
+from nestling.nets.reading.vocabulary import (
     BINARY,
     CHANNELWISE,
-    DROP_PATHS,
     DROPOUTS,
     IN_PLACE,
     JOINS,
@@ -30,14 +36,7 @@ from nestling.nets.operations import (
     REDUCTIONS,
     RESHAPES,
     SPLITS,
-    DropPath,
 )
-from nestling.nets.ops import Input
-from nestling.nets.pen import Pen
-from nestling.nets.plan import Node
-from nestling.nets.shells import SHELLS
-from nestling.nets.sketch import Sketch
-from nestling.nets.trace import Shape, Trace, place, trace
 
 UNKNOWN = "it is not known to work channel by channel"
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import DROP_PATHS, spelled
+from nestling.nets.ops.calls import DROP_PATHS, spelled
 
 Shape = tuple[int, ...]  # of one image, or of whatever has its channels first
 BATCHES = (2, 3)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nestling.nets.trace import BATCHES, Trace, attribute, tensors_of, without_data
+from nestling.nets.reading.trace import BATCHES, Trace, attribute, tensors_of, without_data
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from nestling.nets.net import NestedNet, cut_state, follow
 from nestling.nets.ops import Select
 from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node, Plan
+from nestling.nets.reading.sketch import Sketch
+from nestling.nets.reading.ties import give_births
 from nestling.nets.settle import settle
-from nestling.nets.sketch import Sketch
-from nestling.nets.ties import give_births
 
 
 @dataclass(frozen=True, eq=False)

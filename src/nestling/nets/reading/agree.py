@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.assemble import assemble
 from nestling.nets.births import grow
-from nestling.nets.sketch import Sketch
-from nestling.nets.trace import BATCHES, Shape
+from nestling.nets.reading.assemble import assemble
+from nestling.nets.reading.sketch import Sketch
+from nestling.nets.reading.trace import BATCHES, Shape
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest entry; other number types: 0.1
 PATIENCE = 2.0  # seconds without a word

@@ -1,7 +1,7 @@
 """The kinds of nodes, one method each: from a traced operation whose kind is known to nodes of a plan, still without births.
 
 In: an operation of torch.fx and the page it belongs on. Out: nodes and layers entered on that page, or a refusal that says
-why this one cannot be nested. Which operation is of which kind is said in trace.py.
+why this one cannot be nested. Which operation is of which kind is said in read.py.
 """
 
 import operator
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.operations import Call, Reshape
 from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Select, Zip
+from nestling.nets.ops.calls import Call, Reshape
 from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node
-from nestling.nets.recorded import Recorder, Unknown, work
-from nestling.nets.shells import Shell
-from nestling.nets.sketch import Page
-from nestling.nets.trace import BATCHES, attribute, path_of
+from nestling.nets.reading.recorded import Recorder, Unknown, work
+from nestling.nets.reading.shells import Shell
+from nestling.nets.reading.sketch import Page
+from nestling.nets.reading.trace import BATCHES, attribute, path_of
 
 
 class Pen(Page):
