@@ -35,6 +35,7 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, inputs, prompt
 from nestling.runtime.answer import softmax
+from nestling.runtime.build import ENGINES
 from nestling.runtime.engine import Floats
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.promise import LATE, Margin, Promise
@@ -454,6 +455,21 @@ def test_everybody_gets_stage_1_before_anybody_gets_stage_2() -> None:
     assert stages[-12:] == [2] * 6 + [3] * 6 and stages.count(1) == 6
 
 
+def test_eight_threads_at_once_all_get_an_answer_where_the_first_stage_fits_eight_times() -> None:
+    runtime, _ = timed(0.02, 0.3, pace=Pace([0.02, 0.3]))
+    with runtime:
+        found: list[Answer] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(runtime.answer(image(), deadline=8 * 0.02 + SLACK)))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8 and all(found)
+
+
 def test_a_stage_that_cannot_be_in_time_is_not_started_while_others_wait() -> None:
     runtime, engine = timed(0.05, 1.0, pace=Pace([0.05, 1.0]))
     with runtime:
@@ -837,6 +853,7 @@ def test_a_waiting_thread_gets_its_own_scheduling_back() -> None:
 # --- real networks -----------------------------------------------------------------------------------------------
 
 DIGITS = sorted(name for name in NETS if name.endswith("digits"))
+CPU_ENGINES = sorted(set(ENGINES) - {"graph"})
 
 
 def trained_a_little(name: str) -> NestedNet:
@@ -849,7 +866,7 @@ def trained_a_little(name: str) -> NestedNet:
     return net.eval()
 
 
-@pytest.mark.parametrize("engine", ["onnx", "eager"])
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("name", DIGITS)
 def test_every_stage_answers_as_the_network_does(name: str, engine: str) -> None:
     net = trained_a_little(name)
