@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from nestling.recipes.recipe import NetworkRecipe, Recipe
 from nestling.runs.folder import RunDir
@@ -19,7 +18,7 @@ def made(path: Path, answers: list[list[int]], labels: list[int], alone: int = 0
     run.write_recipe(Recipe(name="r", network=NetworkRecipe(alone=alone)))
     logits = torch.nn.functional.one_hot(torch.tensor(answers), 3).float()
     run.append_log({"epoch": 1, "train_loss": [0.5 / (i + 1) for i in range(len(answers))]})
-    save_file({"logits": logits, "labels": torch.tensor(labels)}, path / "outputs.safetensors")
+    run.save_tensors("outputs.safetensors", {"logits": logits, "labels": torch.tensor(labels)})
     return str(path)
 
 
