@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, Rows, accumulate, backward
+from nestling.gradients import Accumulator, TaskRows, accumulate, backward
 from nestling.gradients.checks import explained
 from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
+from nestling.gradients.combiners.report import Report
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.owners import from_owners
 
@@ -383,7 +384,7 @@ def test_compact_rows_and_padded_rows_agree(name: str) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Look(SumSGD):
-        def __call__(self, rows: Rows):  # type: ignore[no-untyped-def]
+        def __call__(self, rows: TaskRows) -> Report:
             matrix = rows.matrix()
             seen.append((rows.gram()[0], matrix @ matrix.T))
             return super().__call__(rows)

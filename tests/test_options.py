@@ -11,6 +11,7 @@ from test_train import digits, stepped, untimed, weights
 from torch import Tensor
 
 from nestling.errors import NestlingError
+from nestling.gradients.combiners import COMBINERS, make_combiner
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.runs.folder import RunDir
@@ -18,10 +19,10 @@ from nestling.runs.open import resolve
 from nestling.train import Training, train
 from nestling.train.loop import make_optimizer
 from nestling.train.losses import stage_losses
-from nestling.train.step import Step, make_combiner
+from nestling.train.step import Step
 from nestling.train.teacher import Teacher
 
-STRATEGIES = ("sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad")
+STRATEGIES = tuple(COMBINERS)
 OPTIONS: dict[str, tuple[str, ...]] = {
     "importance": ("strategy.importance=1,0.5,2",),
     "order": ("strategy.order=3,1,2",),

@@ -98,7 +98,7 @@ def test_a_bad_override_says_what_was_found_and_what_is_valid(setting: str, word
         lambda: TrainRecipe(epochs=-1),
         lambda: TrainRecipe(epochs=True),
         lambda: TrainRecipe(lr="fast"),  # type: ignore[arg-type]
-        lambda: StrategyRecipe(name="adam"),  # type: ignore[arg-type]
+        lambda: StrategyRecipe(name="adam"),
         lambda: StrategyRecipe(order=3),  # type: ignore[arg-type]
         lambda: DataRecipe(validation=-5),
         lambda: NetworkRecipe(stripes=(1, 0)),

@@ -70,7 +70,7 @@ def test_tasks_through_their_own_subnetworks_take_the_same_step(network: str, st
     recipe = Recipe(
         name="step",
         network=NetworkRecipe(name=network),
-        strategy=StrategyRecipe(name=name, scope=scope, order=order),  # type: ignore[arg-type]
+        strategy=StrategyRecipe(name=name, scope=scope, order=order),
         train=TrainRecipe(distill=0.5 if extra == "distill" else 0.0),
     )
     shared, first = stepped(recipe, own_subnets=False)

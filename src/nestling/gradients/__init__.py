@@ -4,8 +4,20 @@
 """
 
 from nestling.gradients.accumulate import Accumulator, backward
+from nestling.gradients.contract import Blocks, Combiner, TaskRows
 from nestling.gradients.graph import owners_of
 from nestling.gradients.owners import SCOPES, Layout, Piece
-from nestling.gradients.rows import Blocks, Rows
+from nestling.gradients.rows import Rows
 
-__all__ = ["SCOPES", "Accumulator", "Blocks", "Layout", "Piece", "Rows", "backward", "owners_of"]
+__all__ = [
+    "SCOPES",
+    "Accumulator",
+    "Blocks",
+    "Combiner",
+    "Layout",
+    "Piece",
+    "Rows",
+    "TaskRows",
+    "backward",
+    "owners_of",
+]

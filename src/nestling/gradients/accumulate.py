@@ -352,7 +352,7 @@ class Accumulator(Generic[R]):
             return
         masks = tuple(self._masks())
         if masks not in self.now.known:
-            matter = getattr(self.combine, "owners_matter", True)
+            matter = self.combine.owners_matter
             lost = mixed(losses)
             if lost and matter:
                 raise NestlingError(

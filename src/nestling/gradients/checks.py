@@ -77,10 +77,12 @@ def trainable(parameters: Named) -> Named:
 
 def check_combine(combine: object) -> None:
     """Raise unless this is a combiner: the class without its parentheses, or a name, are easily given instead."""
-    if isinstance(combine, type) or not hasattr(combine, "fixed"):
+    needed = ("__call__", "fixed", "set_epoch", "owners_matter")
+    if isinstance(combine, type) or not all(hasattr(combine, name) for name in needed):
         found = f"the class {combine.__name__}" if isinstance(combine, type) else repr(combine)
         raise NestlingError(
-            f"combine is {found}: expected a combiner, such as nestling.OSGD() or FromTorchJD(aggregator)"
+            f"combine is {found}: expected a combiner, such as nestling.OSGD() or FromTorchJD(aggregator); one of "
+            f"your own inherits from nestling.gradients.Combiner"
         )
 
 

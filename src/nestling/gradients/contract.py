@@ -1,14 +1,14 @@
-"""What a combiner is to those who gather gradients, and what they ask of torch's scaler.
+"""What a combiner is to those who gather gradients, and what rows are to a combiner.
 
-Every combiner of combine/ is one, and so is any object of yours that has these two methods.
+Every combiner of combiners/ is a Combiner, and so is any object of yours that has these methods; to inherit from it is to
+get all but one. TaskRows is what both kinds of rows offer: stored where owned (rows.py), or as a matrix (flat.py).
 """
 
+from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
-
-from nestling.gradients.rows import Rows
 
 
 class Reported(Protocol):
@@ -24,17 +24,68 @@ R = TypeVar("R", bound=Reported)
 R_co = TypeVar("R_co", bound=Reported, covariant=True)
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """What a combiner may know of the blocks of a scope, on the rows' device."""
+
+    owned: Tensor  # (blocks, tasks) bool: the task owns entries of the block
+    private: Tensor  # (blocks, tasks) bool: entries of the block that no other task owns
+    sizes: Tensor  # (tasks,) float64: d, the number of entries the task owns
+    scale: Tensor | None = None  # loss scale the rows still carry (float16 training)
+
+
+class TaskRows(Protocol):
+    """The gradients of all tasks at one step: ask for `gram`, answer with `write`; or `matrix` and `write_vector`."""
+
+    certain: bool  # whether it is known who owns what, and not only where rows may be other than zero
+
+    @property
+    def tasks(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def blocks(self, scope: str) -> Blocks: ...
+
+    def gram(self, scope: str = "all") -> Tensor:
+        """Inner products of the rows inside each block: (blocks, tasks, tasks), float64."""
+        ...
+
+    def write(self, weights: Tensor, scope: str = "all") -> None:
+        """Put the sum of weights[block, task] * row into `.grad`, and let the rows go."""
+        ...
+
+    def matrix(self) -> Tensor:
+        """The padded rows as one dense matrix (tasks, entries), for methods that need it."""
+        ...
+
+    def write_vector(self, vector: Tensor) -> None:
+        """Put an update over all entries, ordered as in `matrix`, into `.grad`, and let the rows go."""
+        ...
+
+    def agreed(self, weights: Tensor) -> Tensor:
+        """Weights that were drawn by chance, made those of the first rank."""
+        ...
+
+
 class Combiner(Protocol[R_co]):
-    """Rows to update: `__call__` reads `rows.gram`, calls `rows.write` once and returns a report.
+    """Rows to update: `__call__` reads `rows.gram`, calls `rows.write` once and returns a report."""
 
-    `fixed` gives weights (tasks,) that depend on no gradient, and the report that goes with them, or None: then
-    one weighted backward does the work of all. One whose weights depend on the rows' values alone and not on who owns
-    what may say so by an attribute `owners_matter = False`: it then also takes nets that were compiled whole.
-    """
+    def __call__(self, rows: TaskRows) -> R_co: ...
 
-    def __call__(self, rows: Rows) -> R_co: ...
+    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, R_co] | None:
+        """Weights (tasks,) that depend on no gradient, and the report that goes with them: then one weighted backward
+        does the work of all. None where gradients decide."""
+        return None
 
-    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, R_co] | None: ...
+    def set_epoch(self, epoch: int) -> None:
+        """Tell which epoch it is, counted from 0; for those whose priorities or chance follow from it."""
+        return None
+
+    @property
+    def owners_matter(self) -> bool:
+        """Whether it matters who owns what, and not the rows' values alone; if not, nets compiled whole are fine."""
+        return True
 
 
 class Scaler(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestling.gradients import kernels
 from nestling.gradients.owners import Layout, tasks_of
-from nestling.gradients.plan import Plan
+from nestling.gradients.portions import Portions
 
 if TYPE_CHECKING:
     from nestling.gradients.rows import Rows
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Tables:
-    """What the kernels need of a plan, on one device."""
+    """What the kernels need of a layout's portions, on one device."""
 
     offsets: list[tuple[int, int, int, int]]  # (slot, task, parameter, entries from the start of the stored tensor)
     flat: bool  # every piece lies in one run of memory, for every owner
@@ -79,14 +79,14 @@ def runs(view: Tensor) -> tuple[int, int] | None:
     return columns, stride or columns
 
 
-def tables(layout: Layout, plan: Plan, device: torch.device) -> Tables | None:
-    """The tables of a plan, made once per device; None where the kernels cannot follow the layout."""
-    if device not in plan.tables:
-        plan.tables[device] = _make(layout, plan, device)
-    return plan.tables[device]
+def tables(layout: Layout, todo: Portions, device: torch.device) -> Tables | None:
+    """The tables of a layout's portions, made once per device; None where the kernels cannot follow the layout."""
+    if device not in todo.tables:
+        todo.tables[device] = _make(layout, todo, device)
+    return todo.tables[device]
 
 
-def _make(layout: Layout, plan: Plan, device: torch.device) -> Tables | None:
+def _make(layout: Layout, todo: Portions, device: torch.device) -> Tables | None:
     hosts = layout.hosts()
     columns: list[int] = []
     strides: list[list[int]] = []
@@ -115,11 +115,11 @@ def _make(layout: Layout, plan: Plan, device: torch.device) -> Tables | None:
         "sizes": sizes,
         "columns": columns,
         "strides": strides,
-        "labels": plan.labels,
+        "labels": todo.labels,
         "hosts": [_home(hosts[piece.param], piece.owners) for piece in layout.pieces],
     }
     common = {name: torch.tensor(values, dtype=torch.int64).to(device) for name, values in given.items()}
-    aligned = {wide: {**common, **_programs(layout, plan, device, flat and wide)} for wide in (True, False)}
+    aligned = {wide: {**common, **_programs(layout, todo, device, flat and wide)} for wide in (True, False)}
     hosted = all(hosts[piece.param] is not None for piece in layout.pieces)
     return Tables(offsets, flat, hosted, aligned)
 
@@ -129,16 +129,16 @@ def _home(host: int | None, owners: int) -> int:
     return tasks_of(owners)[-1] if host is None else host
 
 
-def _programs(layout: Layout, plan: Plan, device: torch.device, wide: bool) -> dict[str, Tensor]:
+def _programs(layout: Layout, todo: Portions, device: torch.device, wide: bool) -> dict[str, Tensor]:
     """Which program does what, and which partial Gram matrices make up each block."""
     made: dict[str, list[int] | list[list[int]]] = {}
     order: list[int] = []
     for kind, (pieces, starts) in kernels.programs([p.size for p in layout.pieces], layout.tasks, wide).items():
         made[f"{kind} pieces"], made[f"{kind} starts"] = pieces, starts
         order += pieces
-    members: list[list[int]] = [[] for _ in range(plan.count)]
+    members: list[list[int]] = [[] for _ in range(todo.count)]
     for program, piece in enumerate(order):
-        members[plan.labels[piece]].append(program)
+        members[todo.labels[piece]].append(program)
     most = max((len(block) for block in members), default=0)
     made["members"] = [block + [len(order)] * (most - len(block)) for block in members]  # the last is a zero
     return {name: torch.tensor(values, dtype=torch.int64).to(device) for name, values in made.items()}

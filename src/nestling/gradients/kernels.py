@@ -1,8 +1,8 @@
-"""Gram matrix, weights and update in one pass each on a GPU, as Triton kernels over tensors wherever they lie.
+"""Gram matrix and update in one pass each on a GPU, as Triton kernels over tensors wherever they lie.
 
 In come tables that say what lies where (gpu.py makes them): tensors are found through their addresses, so
 nothing is copied together first. Every sum has a fixed order: equal input gives equal bits. Without Triton, or for
-more than MOST tasks, the plain versions in rows.py and combine/ do the same.
+more than MOST tasks, the plain version in rows.py does the same.
 """
 
 import os
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 try:
-    from triton import language, next_power_of_2
+    from triton import language
 
-    from nestling.gradients import jitted
+    from nestling.gradients import triton_kernels
 
     PRESENT = True
 except ImportError:  # a CPU build of torch comes without Triton
@@ -25,6 +25,7 @@ except ImportError:  # a CPU build of torch comes without Triton
 WANTED = os.environ.get("NESTLING_KERNELS") != "0"  # to compare with the plain versions
 MOST = 8  # tasks: above, the products no longer fit in registers
 WARPS = 4
+SPAN = 2048  # a matrix of rows has a multiple of so many columns
 TURNS = 4  # how often a program works on a block of entries
 
 TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -38,9 +39,8 @@ def usable(tensor: Tensor, tasks: int) -> bool:
 @lru_cache
 def works(device: torch.device) -> bool:
     """Whether Triton can compile and run here (it needs a C compiler, for one); tried once, said once."""
-    eye = torch.eye(2, dtype=torch.float64, device=device)
     try:
-        solve(eye[None], eye[0], torch.arange(2, device=device), 0.0)
+        gram_of_matrix(torch.ones(2, SPAN, device=device))
     except Exception as error:  # whatever it is, the plain version does the same
         warnings.warn(f"Triton does not work here, so gradients are combined more slowly: {error!r}", stacklevel=2)
         return False
@@ -68,7 +68,7 @@ def gram(tables: Mapping[str, Tensor], addresses: Tensor, dtype: torch.dtype) ->
     partial = torch.empty(sum(counts), tasks, tasks, dtype=torch.float64, device=addresses.device)
     for kind, part in zip(("full", "rest"), partial.split(counts), strict=True):
         if len(part):
-            jitted.gram[(len(part),)](
+            triton_kernels.gram[(len(part),)](
                 tables[f"{kind} pieces"],
                 tables[f"{kind} starts"],
                 *(tables[name] for name in ("sizes", "columns", "strides", "hosts")),
@@ -88,7 +88,7 @@ def update(tables: Mapping[str, Tensor], addresses: Tensor, weights: Tensor, dty
     """The weighted sum of the rows, in place of each piece's host row."""
     for kind in ("full", "rest"):
         if len(tables[f"{kind} pieces"]):
-            jitted.update[(len(tables[f"{kind} pieces"]),)](
+            triton_kernels.update[(len(tables[f"{kind} pieces"]),)](
                 tables[f"{kind} pieces"],
                 tables[f"{kind} starts"],
                 *(tables[name] for name in ("sizes", "columns", "strides", "hosts")),
@@ -105,28 +105,19 @@ def update(tables: Mapping[str, Tensor], addresses: Tensor, weights: Tensor, dty
             )
 
 
-SPAN = 2048  # a matrix of rows that the two below are given has a multiple of so many columns
-
-
 def gram_of_matrix(rows: Tensor) -> Tensor:
     """Partial Gram matrices, (programs, tasks, tasks) float64, of a matrix (tasks, entries)."""
     tasks, width = rows.shape
     count = width // (block(tasks) * TURNS)
     partial = torch.empty(count, tasks, tasks, dtype=torch.float64, device=rows.device)
-    jitted.gram_of_matrix[(count,)](rows, partial, width, N=tasks, BLOCK=block(tasks), TURNS=TURNS, num_warps=WARPS)
+    triton_kernels.gram_of_matrix[(count,)](
+        rows, partial, width, N=tasks, BLOCK=block(tasks), TURNS=TURNS, num_warps=WARPS
+    )
     return partial
 
 
 def update_of_matrix(rows: Tensor, weights: Tensor, out: Tensor) -> None:
     tasks, width = rows.shape
-    jitted.update_of_matrix[(width // SPAN,)](rows, weights, out, width, N=tasks, BLOCK=SPAN, num_warps=2 * WARPS)
-
-
-def solve(gram: Tensor, k: Tensor, order: Tensor, tolerance: float) -> Tensor:
-    """OSGD's weights, (blocks, tasks), from Gram matrices (blocks, tasks, tasks)."""
-    blocks, tasks, _ = gram.shape
-    weights = torch.empty(blocks, tasks, dtype=torch.float64, device=gram.device)
-    if blocks:
-        padded = max(2, next_power_of_2(tasks))
-        jitted.solve[(blocks,)](gram.contiguous(), k, order, weights, tolerance, N=tasks, P=padded, num_warps=1)
-    return weights
+    triton_kernels.update_of_matrix[(width // SPAN,)](
+        rows, weights, out, width, N=tasks, BLOCK=SPAN, num_warps=2 * WARPS
+    )

@@ -75,13 +75,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All pieces of all parameters, for a number of tasks; keeps the plans made for it."""
+    """All pieces of all parameters, for a number of tasks; keeps the portions made of it."""
 
     specs: tuple[Spec, ...]
     pieces: tuple[Piece, ...]
     tasks: int
     boxes: tuple[tuple[Box | None, ...], ...]  # per task and parameter: the hull of what it owns, which a row stores
-    plans: dict[str, object] = field(default_factory=dict)
+    portions: dict[str, object] = field(default_factory=dict)
 
     def sizes(self) -> list[int]:
         """d of each task: how many entries it owns."""

@@ -6,7 +6,6 @@ host (except on a CPU, where there is nothing to wait for). It knows neither los
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -16,21 +15,12 @@ from torch import Tensor
 from nestling.errors import NestlingError
 from nestling.gradients import gpu, kernels
 from nestling.gradients.checks import numbers, others
+from nestling.gradients.contract import Blocks, TaskRows
 from nestling.gradients.owners import Layout, tasks_of
-from nestling.gradients.plan import CHUNK, Plan, Segment, plan
+from nestling.gradients.portions import CHUNK, Portions, Segment, portions
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """What a combiner may know of the blocks of a scope, on the rows' device."""
-
-    owned: Tensor  # (blocks, tasks) bool: the task owns entries of the block
-    private: Tensor  # (blocks, tasks) bool: entries of the block that no other task owns
-    sizes: Tensor  # (tasks,) float64: d, the number of entries the task owns
-    scale: Tensor | None = None  # loss scale the rows still carry (float16 training)
-
-
-class Rows:
+class Rows(TaskRows):
     """The gradients of all tasks at one step. A combiner asks for `gram` and answers with `write`."""
 
     def __init__(
@@ -68,7 +58,7 @@ class Rows:
         return weights
 
     def blocks(self, scope: str) -> Blocks:
-        known = plan(self.layout, scope).on(self.device, self.layout)
+        known = portions(self.layout, scope).on(self.device, self.layout)
         return Blocks(known["owned"], known["private"], known["sizes"], self.scale)
 
     def view(self, task: int, index: int) -> Tensor:
@@ -83,7 +73,7 @@ class Rows:
 
     def gram(self, scope: str = "all") -> Tensor:
         """Inner products of the rows inside each block: (blocks, tasks, tasks), summed in float64."""
-        todo = plan(self.layout, scope)
+        todo = portions(self.layout, scope)
         tables = self._tables(scope)
         if tables is not None:
             gram = gpu.gram(self, tables, todo.count)
@@ -99,9 +89,9 @@ class Rows:
         first = self.params[0]
         if not kernels.usable(first, self.tasks) or any(p.dtype != first.dtype for p in self.params):
             return None
-        return gpu.tables(self.layout, plan(self.layout, scope), self.device)
+        return gpu.tables(self.layout, portions(self.layout, scope), self.device)
 
-    def _products(self, todo: Plan) -> Tensor:
+    def _products(self, todo: Portions) -> Tensor:
         """The inner products of all bins, and a zero."""
         scratch = torch.empty(self.tasks, CHUNK, dtype=torch.float64, device=self.device)
         dots: list[Tensor] = []
@@ -140,7 +130,7 @@ class Rows:
         Where one task owns all of a parameter, the sum is made in place of that task's row, which becomes `.grad`.
         """
         self._refuse_stale(weights)
-        todo = plan(self.layout, scope)
+        todo = portions(self.layout, scope)
         tables = self._tables(scope)
         if tables is not None and tables.hosted:
             gpu.write(self, tables, weights)

@@ -20,6 +20,7 @@ from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes,
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
+from nestling.recipes.strategies import STRATEGIES, that_take
 from nestling.runs.folder import RunDir
 from nestling.train import side_by_side
 
@@ -37,9 +38,9 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
     },
 }
 # alone: the independent net of every size. Greedy last: it takes an epoch per stage for every epoch of the others.
-STRATEGIES = ("sgd", "osgd", "sgd-sum", "normsgd", "osgd-norm", ALONE, "greedy")
-CHOICES = (*STRATEGIES, ALONE_NORM)  # by name only: the paper has it for one network
-PRIORITISED = ("osgd", "osgd-norm")  # the strategies that have a scope and an order
+GRID = (*(name for name, strategy in STRATEGIES.items() if strategy.paper and strategy.made_by), ALONE, "greedy")
+CHOICES = (*GRID, ALONE_NORM)  # by name only: the paper has it for one network
+PRIORITISED = that_take("order")  # they have a scope, too
 SCOPES: tuple[str, ...] = get_args(hints(Strategy)["scope"])
 # Studies of one network: its strategies. The paper does not say which network its priority figure shows.
 STUDIES = {"scopes": ("osgd",), "priorities": ("osgd", "sgd")}
@@ -76,7 +77,7 @@ def cells(
             if part == "priorities" and not orders:
                 chosen = four_orders(stages)
             wide = SCOPES if part == "scopes" and not scopes else scopes
-            for strategy in strategies or STUDIES.get(part, STRATEGIES):
+            for strategy in strategies or STUDIES.get(part, GRID):
                 for recipe in variants(base, strategy, stages, wide, chosen):
                     yield run_name(recipe), recipe
 

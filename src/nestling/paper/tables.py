@@ -7,20 +7,13 @@ terminal, and what is missing. It reads no files.
 from collections.abc import Iterable, Sequence
 from math import isnan
 
-from nestling.paper.grid import PRIORITISED, STRATEGIES, TABLES, sizes_of
+from nestling.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
 from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, paper_number
 from nestling.paper.statistics import label
+from nestling.recipes.strategies import of_the_paper
 from nestling.report.content import Cell, Table
 
-ORDER = (
-    "greedy",
-    "sgd",
-    "sgd-sum",
-    "osgd",
-    "normsgd",
-    "osgd-norm",
-    *INDEPENDENT,
-)  # the paper's columns, and ours between them
+ORDER = (*of_the_paper(), *INDEPENDENT)  # the paper's columns, and ours between them
 SEEDS = {"table1": 3, "table2": 3}  # of the paper
 MARKS = {True: "▼", False: "▲"}  # ours is lower (better), higher (worse), beyond two standard deviations
 LEGEND = (
@@ -127,7 +120,7 @@ def missing(table: str, means: Iterable[Row]) -> list[str]:
     done = {(row["network"], label(row), row["stage"]) for row in means if row["n"] >= seeds}
     lacking = []
     for network in TABLES[table]:
-        strategies = ("sgd", "osgd") if table == "table3" else STRATEGIES
+        strategies = ("sgd", "osgd") if table == "table3" else GRID
         stages = range(1, len(sizes_of(network)) + 1)
         left = [name for name in strategies if not all((network, name, stage) in done for stage in stages)]
         if left:

@@ -8,13 +8,14 @@ recipe.json meets the same checks. Knows no network, data set or file by itself.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from nestling.errors import NestlingError, join, nearest
 from nestling.files import from_text
+from nestling.recipes.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ class Bounds:
         parts += [f"above {self.above:g}"] if self.above > -math.inf else []
         parts += [f"at most {self.most:g}"] if self.most < math.inf else []
         return " and ".join(parts)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The names of a registry, looked up when asked."""
+
+    registry: Mapping[str, object]
+
+    def admit(self, value: str) -> bool:
+        return value in self.registry
+
+    def __str__(self) -> str:
+        return join(list(self.registry))
 
 
 Count = Annotated[int, Bounds(least=0)]
@@ -82,7 +96,7 @@ class NetworkRecipe(Section):
 class StrategyRecipe(Section):
     """How the tasks' gradients become one update: the combiner by name, and its settings."""
 
-    name: Literal["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad", "greedy"] = "osgd"
+    name: Annotated[str, OneOf(STRATEGIES)] = "osgd"
     # Stage numbers, most important first; empty = 1, 2, ..., n. Several orders one after another (1,2,3,3,2,1) share the
     # epochs equally: the order then changes over time.
     order: tuple[Positive, ...] = ()
@@ -310,8 +324,8 @@ def checked(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def split(hint: Any) -> tuple[Any, Bounds | None]:
-    """Annotated[int, Bounds(...)] as (int, Bounds(...)); a plain type as (type, None)."""
+def split(hint: Any) -> tuple[Any, Any]:
+    """Annotated[int, Bounds(...)] as (int, Bounds(...)), and so with OneOf; a plain type as (type, None)."""
     if get_origin(hint) is Annotated:
         kind, bounds = get_args(hint)
         return kind, bounds
@@ -321,6 +335,8 @@ def split(hint: Any) -> tuple[Any, Bounds | None]:
 def says(hint: Any) -> str:
     """The annotation in words: "a whole number, at least 1"."""
     kind, bounds = split(hint)
+    if isinstance(bounds, OneOf):
+        return str(bounds)
     if get_origin(kind) is Literal:
         return join([str(choice) for choice in get_args(kind)])
     if get_origin(kind) is tuple:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nestling.recipes.recipe import StrategyRecipe, flat
+from nestling.recipes.strategies import STRATEGIES, that_take
 from nestling.report.records import Run
 
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"
 INDEPENDENT = "independent nets"
-STRATEGIES = ("osgd", "osgd-norm", "sgd", "sgd-sum", "normsgd", "pcgrad", "greedy")
-NORMALISED = ("normsgd", "osgd-norm")  # those that rescale gradients, which shows in an independent net, too
+NORMALISED = that_take("constant")  # those that rescale gradients, which shows in an independent net, too
 BASELINES = {"width": "even", "depth": "cascade", "alternate": "cascade", "together": "cascade"}  # as in the paper
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
@@ -182,7 +182,7 @@ def shown(value: Any) -> str:
 
 
 def rank(run: Run) -> int:
-    return STRATEGIES.index(run.recipe.strategy.name)
+    return list(STRATEGIES).index(run.recipe.strategy.name)
 
 
 def by_seed(run: Run) -> tuple[int, int, str]:

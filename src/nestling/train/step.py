@@ -10,55 +10,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
-from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, PCGrad, Report, SumSGD, Weighted
+from nestling.gradients.combiners import Report, make_combiner
 from nestling.gradients.combiners.greedy import Greedy
-from nestling.gradients.combiners.weighted import Order
+from nestling.gradients.contract import Combiner
 from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
-from nestling.recipes.recipe import Recipe, StrategyRecipe
+from nestling.recipes.recipe import Recipe
 from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
 from nestling.train.teacher import Teacher
-
-
-def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
-    """Priorities as task indices, from the recipe's stage numbers: one order, or several to follow each other."""
-    order = strategy.order or tuple(range(1, stages + 1))
-    parts = [order[start : start + stages] for start in range(0, len(order), stages)]
-    if any(sorted(part) != list(range(1, stages + 1)) for part in parts):
-        raise NestlingError(
-            f"strategy.order={','.join(map(str, strategy.order))} is not an order of this network's stages; "
-            f"expected each of 1 to {stages} once, most important first (or several such orders one after another)."
-        )
-    return [[stage - 1 for stage in part] for part in parts]
-
-
-def task_importance(strategy: StrategyRecipe, stages: int) -> list[float]:
-    if strategy.importance and len(strategy.importance) != stages:
-        raise NestlingError(
-            f"strategy.importance has {len(strategy.importance)} values; this network has {stages} stages: give one each."
-        )
-    return list(strategy.importance) or [1.0] * stages
-
-
-def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1, seed: int = 0) -> Weighted:
-    """The combiner a recipe names. Several orders share the epochs equally, one after another; `seed` is for chance."""
-    orders, importance = task_orders(strategy, stages), task_importance(strategy, stages)
-    several: Order = lambda epoch: orders[min(epoch * len(orders) // max(1, epochs), len(orders) - 1)]  # noqa: E731
-    order = several if len(orders) > 1 else orders[0]
-    if strategy.name == "sgd":
-        return SGD(importance)
-    if strategy.name == "normsgd":
-        return NormSGD(importance, strategy.constant, strategy.literal)
-    if strategy.name == "pcgrad":
-        return PCGrad(strategy.scope, importance, seed=seed)
-    if strategy.name == "osgd":
-        return OSGD(order, strategy.scope, importance)
-    if strategy.name == "osgd-norm":
-        return NormOSGD(order, strategy.scope, importance, strategy.constant, strategy.literal)
-    return SumSGD(importance)
 
 
 class Step:
@@ -84,13 +45,14 @@ class Step:
             compiled and self.greedy is None
         )  # what greedy training freezes, our kernels and torch.compile do not see
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if fast else net
-        stages, seed = len(net.plan.heads), recipe.train.seed
-        self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
-        needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
+        self.combine: Combiner[Report] | None = None
         self.tasks: Tasks | None = None
         self.rows: Accumulator[Report] | None = None
         if self.greedy is not None:  # which trains one task at a time, by an accumulator of its own
             return
+        stages, seed = len(net.plan.heads), recipe.train.seed
+        self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
+        needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
         if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
             self.tasks = Tasks(net, combine, recipe.train, compiled)
         else:
@@ -101,7 +63,8 @@ class Step:
 
     def begin(self, epoch: int) -> None:
         """Call before every epoch (from 0): greedy training goes from stage to stage with it, priorities may change."""
-        self.combine.set_epoch(epoch)
+        if self.combine is not None:
+            self.combine.set_epoch(epoch)
         if self.greedy is not None:
             self.greedy.set_epoch(epoch)
         if self.rows is not None:

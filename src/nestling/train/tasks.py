@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.gradients.combiners import Report, Weighted
+from nestling.gradients.combiners import Report
+from nestling.gradients.contract import Combiner
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.kernels import HIGH_PRIORITY, Fused, Kept, suits
@@ -40,7 +41,7 @@ def faster(net: NestedNet, train: TrainRecipe) -> Any:
 class Tasks:
     """One subnetwork per task, and the rows they fill."""
 
-    def __init__(self, net: NestedNet, combine: Weighted, train: TrainRecipe, compiled: bool) -> None:
+    def __init__(self, net: NestedNet, combine: Combiner[Report], train: TrainRecipe, compiled: bool) -> None:
         self.combine, self.train = combine, train
         stages = net.plan.answering
         whole = dict(net.named_parameters())

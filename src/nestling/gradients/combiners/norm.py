@@ -36,12 +36,15 @@ class NormSGD(Weighted):
     """Mean over the owners of each entry of the normalised gradients; importance weighs that mean."""
 
     scope = "block"  # the mean depends on which tasks own an entry, the norm does not
-    owners_matter = True  # in the mean, and in d
 
     def __init__(self, importance: Sequence[float] | None = None, constant: float = 0.5, literal: bool = False) -> None:
         super().__init__(importance)
         self.constant = check_constant(constant)
         self.literal = literal
+
+    @property
+    def owners_matter(self) -> bool:
+        return True  # in d
 
     def weights(self, gram: Tensor, blocks: Blocks) -> Tensor:
         k = self.k(gram.shape[-1], gram.device) * blocks.owned

@@ -53,7 +53,9 @@ class OSGD(Prioritised):
         k, rank = self.row_scales(gram, blocks), self.rank(gram)
         if kernels.usable(gram, gram.shape[-1]):
             given = self.as_given(gram) if rank is None else rank
-            return kernels.solve(gram, k, given, self.tolerance)
+            from nestling.gradients.combiners import osgd_triton  # only where Triton is
+
+            return osgd_triton.weights(gram, k, given, self.tolerance)
         if rank is None:
             return k @ orthogonalise(gram, self.tolerance)[0]
         ordered = gram.index_select(1, rank).index_select(2, rank)
@@ -72,8 +74,6 @@ class OSGD(Prioritised):
 class NormOSGD(OSGD):
     """OSGD of the gradients normalised as in NormSGD."""
 
-    owners_matter = True  # in d
-
     def __init__(
         self,
         order: Order | None = None,
@@ -86,6 +86,10 @@ class NormOSGD(OSGD):
         super().__init__(order, scope, importance, tolerance)
         self.constant = check_constant(constant)
         self.literal = literal
+
+    @property
+    def owners_matter(self) -> bool:
+        return True  # in d
 
     def row_scales(self, gram: Tensor, blocks: Blocks) -> Tensor:
         return self.k(gram.shape[-1], gram.device) * factors(gram, blocks, self.constant, self.literal)

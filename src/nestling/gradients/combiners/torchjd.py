@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 from torchjd.aggregation import Aggregator, GramianWeightedAggregator, Weighting
 
-from nestling.gradients import Blocks, Rows
+from nestling.gradients import Blocks, Combiner, TaskRows
 from nestling.gradients.combiners.osgd import OSGD, TOLERANCE
 from nestling.gradients.combiners.report import Report
 
 
-class FromTorchJD:
+class FromTorchJD(Combiner[Report]):
     """Rows to update by a TorchJD aggregator.
 
     One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix.
     """
 
-    owners_matter = False
-
     def __init__(self, aggregator: Aggregator) -> None:
         self.aggregator = aggregator
 
-    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, Report] | None:
-        return None
+    @property
+    def owners_matter(self) -> bool:
+        return False
 
-    def __call__(self, rows: Rows) -> Report:
+    def __call__(self, rows: TaskRows) -> Report:
         gram = rows.gram()
         private = rows.blocks("all").private if rows.certain else None
         if isinstance(self.aggregator, GramianWeightedAggregator):

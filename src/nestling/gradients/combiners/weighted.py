@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from nestling.errors import NestlingError, nearest
-from nestling.gradients import SCOPES, Blocks, Rows
+from nestling.gradients import SCOPES, Blocks, Combiner, TaskRows
 from nestling.gradients.combiners.report import Report
 
 Order = Sequence[int] | Callable[[int], Sequence[int]]
 
 
-class Weighted:
+class Weighted(Combiner[Report]):
     """Rows to update through one weight per block and task. `importance`: k, one per task; default all one."""
 
     scope = "all"
@@ -47,18 +47,11 @@ class Weighted:
         """(blocks, tasks, tasks) float64 to (blocks, tasks)."""
         raise NotImplementedError
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell which epoch it is; only an order that is a function of it listens."""
-
-    def fixed(self, tasks: int, device: torch.device) -> tuple[Tensor, Report] | None:
-        """Weights (tasks,) that depend on no gradient, with their report; None where gradients decide."""
-        return None
-
     def kept(self, gram: Tensor) -> Tensor:
         """Per task the share of its gradient's norm that the method leaves in: 1 unless it projects."""
         return torch.ones(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
-    def __call__(self, rows: Rows) -> Report:
+    def __call__(self, rows: TaskRows) -> Report:
         gram = rows.gram(self.scope)
         blocks = rows.blocks(self.scope)
         weights = self.weights(gram, blocks)

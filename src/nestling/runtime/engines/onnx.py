@@ -74,7 +74,7 @@ class OnnxEngine:
         self.sessions = [open_session(graph, self.threads, number) for number, graph in enumerate(graphs, start=1)]
         for number, (session, graph) in enumerate(zip(self.sessions, self.graphs, strict=True), start=1):
             check_ends(session, graph, self.shapes, classes, number)
-        self.layout = Layout({"input": self.shapes["input"]} | {n: self.shapes[n] for g in graphs for n in g.gives})
+        self.layout = Places({"input": self.shapes["input"]} | {n: self.shapes[n] for g in graphs for n in g.gives})
         self.free: list[Slot] = []
 
     @property
@@ -142,7 +142,7 @@ class OnnxEngine:
         return binding
 
 
-class Layout:
+class Places:
     """Where each value of one question lies in its memory."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -157,7 +157,7 @@ class Layout:
 class Slot:
     """The memory of one question, and the bindings of each stage to it."""
 
-    def __init__(self, layout: Layout, images: int, classes: int, stages: int) -> None:
+    def __init__(self, layout: Places, images: int, classes: int, stages: int) -> None:
         total = sum(layout.room(shape, images) for shape in layout.shapes.values())
         block = np.empty(total + ALIGNED, np.uint8)
         place = -block.ctypes.data % ALIGNED

@@ -150,30 +150,3 @@ def update_of_matrix(rows, weights, out, width, N: tl.constexpr, BLOCK: tl.const
     for task in tl.static_range(N):
         total += tl.load(weights + task).to(tl.float32) * tl.load(rows + task * width + entry).to(tl.float32)
     tl.store(out + entry, total.to(out.dtype.element_ty))
-
-
-@triton.jit
-def solve(gram, k, order, weights, tolerance, N: tl.constexpr, P: tl.constexpr):
-    """combine/osgd.py's elimination on one block's Gram matrix, in the registers of one program."""
-    block = tl.program_id(0)
-    i = tl.arange(0, P)
-    live = i < N
-    rank = tl.load(order + i, mask=live, other=0)
-    both = tl.maximum(i[:, None], i[None, :]) < N
-    g = tl.load(gram + block * N * N + rank[:, None] * N + rank[None, :], mask=both, other=0.0)
-    scale = tl.load(k + rank, mask=live, other=0.0)
-    diagonal = i[:, None] == i[None, :]
-    squares = tl.sum(tl.where(diagonal, g, 0.0), axis=1)
-    inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
-    for step in tl.static_range(N - 1):
-        here = tl.where(i[:, None] == step, g, 0.0)
-        pivots = tl.sum(here, axis=0)
-        pivot = tl.sum(tl.where(i == step, pivots, 0.0))
-        square = tl.sum(tl.where(i == step, squares, 0.0))
-        column = tl.sum(tl.where(i[None, :] == step, g, 0.0), axis=1)
-        good = pivot > tolerance * square
-        factor = tl.where(i > step, tl.where(good, column / tl.where(good, pivot, 1.0), 0.0), 0.0)
-        g -= factor[:, None] * pivots[None, :]
-        row = tl.sum(tl.where(i[:, None] == step, inverse, 0.0), axis=0)
-        inverse -= factor[:, None] * row[None, :]
-    tl.store(weights + block * N + rank, tl.sum(scale[:, None] * inverse, axis=0), mask=live)

@@ -1,6 +1,6 @@
 """A Layout seen through one scope: which piece belongs to which block, and in what portions rows are worked on.
 
-In comes a Layout; out comes a Plan, made once and kept in the Layout. Pure planning: nothing here sees a gradient.
+In comes a Layout; out come its Portions, made once and kept in the Layout. Pure planning: nothing here sees a gradient.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 @dataclass(eq=False)
-class Plan:
+class Portions:
     """Blocks of a scope and the portions of work."""
 
     labels: list[int]  # block of each piece
@@ -52,10 +52,10 @@ class Plan:
     groups: list[Group]
     members: list[list[int]]  # per entry of the flat (blocks, tasks, tasks) Gram matrix the inner products in it
     tensors: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict)
-    tables: dict[torch.device, Any] = field(default_factory=dict)  # what gpu.py makes of the plan
+    tables: dict[torch.device, Any] = field(default_factory=dict)  # what gpu.py makes of them
 
     def on(self, device: torch.device, layout: Layout) -> dict[str, Tensor]:
-        """The plan's constant tensors on a device, made once."""
+        """Constant tensors on a device, made once."""
         if device not in self.tensors:
             owned = torch.zeros(self.count, layout.tasks, dtype=torch.bool)
             private = owned.clone()
@@ -76,10 +76,10 @@ class Plan:
         return self.tensors[device]
 
 
-def plan(layout: Layout, scope: str) -> Plan:
-    """The plan of a layout under a scope, made once and kept in the layout."""
-    kept = layout.plans.get(scope)
-    if isinstance(kept, Plan):
+def portions(layout: Layout, scope: str) -> Portions:
+    """The portions of a layout under a scope, made once and kept in the layout."""
+    kept = layout.portions.get(scope)
+    if isinstance(kept, Portions):
         return kept
     labels = layout.labels(scope)
     count = max(labels, default=-1) + 1
@@ -87,17 +87,17 @@ def plan(layout: Layout, scope: str) -> Plan:
     keyed: dict[tuple[int, int, int | None], list[int]] = {}
     for index, (label, piece) in enumerate(zip(labels, layout.pieces, strict=True)):
         keyed.setdefault((label, piece.owners, hosts[piece.param]), []).append(index)
-    made = Plan(labels, count, [], [], [])
+    made = Portions(labels, count, [], [], [])
     for (label, owners, _), pieces in keyed.items():
         parts = _bins(layout, pieces)
         made.bins.extend(Bin(label, tasks_of(owners), part) for part in parts)
     made.groups.extend(_groups(layout, keyed))
     made.members.extend(_members(made, layout.tasks))
-    layout.plans[scope] = made
+    layout.portions[scope] = made
     return made
 
 
-def _members(made: Plan, tasks: int) -> list[list[int]]:
+def _members(made: Portions, tasks: int) -> list[list[int]]:
     """Inner products come bin by bin, task by task with itself and the ones before; short lists end in a zero's."""
     found: list[list[int]] = [[] for _ in range(made.count * tasks**2)]
     number = 0
