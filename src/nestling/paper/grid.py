@@ -20,7 +20,7 @@ from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes,
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
-from nestling.recipes.strategies import STRATEGIES, that_take
+from nestling.recipes.strategies import of_the_paper, that_take
 from nestling.runs.folder import RunDir
 from nestling.train import side_by_side
 
@@ -38,7 +38,7 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
     },
 }
 # alone: the independent net of every size. Greedy last: it takes an epoch per stage for every epoch of the others.
-GRID = (*(name for name, strategy in STRATEGIES.items() if strategy.paper and strategy.made_by), ALONE, "greedy")
+GRID = (*(name for name in of_the_paper() if name != "greedy"), ALONE, "greedy")
 CHOICES = (*GRID, ALONE_NORM)  # by name only: the paper has it for one network
 PRIORITISED = that_take("order")  # they have a scope, too
 SCOPES: tuple[str, ...] = get_args(hints(Strategy)["scope"])

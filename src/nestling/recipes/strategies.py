@@ -1,4 +1,4 @@
-"""The ways of training as data: one line each, in the order in which tables and reports show them.
+"""The ways of training as data: one line each, in the order in which reports show them.
 
 What a recipe may name, its columns, and which of its fields a method is made with follow from here. Knows no torch:
 a line names the class, which gradients/combiners imports when one is made.
@@ -12,24 +12,31 @@ COMBINERS = "nestling.gradients.combiners"
 @dataclass(frozen=True)
 class Strategy:
     """`made_by`: module and class of a combiner, which is made with the recipe's fields `takes` (and train.seed as seed);
-    empty for greedy, which is no combiner but a schedule. `paper`: part of the paper's grid."""
+    empty for greedy, which is no combiner but a schedule. `paper`: its place in the paper's tables, 0 for none."""
 
     made_by: str = ""
     takes: tuple[str, ...] = ()
-    paper: bool = False
+    paper: int = 0
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "greedy": Strategy(paper=True),
-    "sgd": Strategy(f"{COMBINERS}.sgd:SGD", ("importance",), paper=True),
-    "sgd-sum": Strategy(f"{COMBINERS}.sgd:SumSGD", ("importance",), paper=True),
-    "osgd": Strategy(f"{COMBINERS}.osgd:OSGD", ("order", "scope", "importance"), paper=True),
-    "normsgd": Strategy(f"{COMBINERS}.norm:NormSGD", ("importance", "constant", "literal"), paper=True),
+    "osgd": Strategy(f"{COMBINERS}.osgd:OSGD", ("order", "scope", "importance"), paper=4),
     "osgd-norm": Strategy(
-        f"{COMBINERS}.osgd:NormOSGD", ("order", "scope", "importance", "constant", "literal"), paper=True
+        f"{COMBINERS}.osgd:NormOSGD", ("order", "scope", "importance", "constant", "literal"), paper=6
     ),
+    "sgd": Strategy(f"{COMBINERS}.sgd:SGD", ("importance",), paper=2),
+    "sgd-sum": Strategy(f"{COMBINERS}.sgd:SumSGD", ("importance",), paper=3),  # ours, beside the paper's
+    "normsgd": Strategy(f"{COMBINERS}.norm:NormSGD", ("importance", "constant", "literal"), paper=5),
     "pcgrad": Strategy(f"{COMBINERS}.pcgrad:PCGrad", ("scope", "importance", "seed")),
+    "greedy": Strategy(paper=1),
 }
+
+
+def of_the_paper() -> tuple[str, ...]:
+    """Those of the paper's tables, in its order."""
+    return tuple(
+        sorted((name for name in STRATEGIES if STRATEGIES[name].paper), key=lambda name: STRATEGIES[name].paper)
+    )
 
 
 def that_take(field: str) -> tuple[str, ...]:
