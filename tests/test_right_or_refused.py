@@ -230,6 +230,23 @@ def test_keeping_the_losses_keeps_no_graph() -> None:
         backward(losses, net, OSGD())
 
 
+@pytest.mark.parametrize("mode", ["rows", "layers"])
+@pytest.mark.parametrize("combine", [OSGD(), SumSGD()])
+def test_a_graph_that_is_retained_serves_twice(combine: Weighted, mode: str) -> None:
+    """Such as one method for the trunk and another for the heads."""
+    net = make("two tasks")
+    losses = losses_of(net, *batch())
+    trunk, heads = net.get_submodule("encoder"), [net.get_submodule("classify"), net.get_submodule("regress")]
+    backward(losses, trunk, combine, retain_graph=True, mode=mode)
+    backward(losses, [p for head in heads for p in head.parameters()], SumSGD(), mode=mode)
+    found = gradients(net)
+    assert all(loss.grad_fn is None for loss in losses)
+    net.zero_grad()
+    backward(losses_of(net, *batch()), trunk, combine)
+    backward(losses_of(net, *batch()), [p for head in heads for p in head.parameters()], SumSGD())
+    assert_same(found, gradients(net))
+
+
 class Recomputed(nn.Module):
     """Two exits; batch norms inside checkpoints."""
 

@@ -17,6 +17,7 @@ from nestling.gradients.checks import (
     Params,
     check_combine,
     check_losses,
+    check_mode,
     check_refresh,
     check_scaler,
     explained,
@@ -28,9 +29,12 @@ from nestling.gradients.checks import (
     refuse_sparse,
     unreached,
 )
-from nestling.gradients.contract import Combiner, R, Scaler
+from nestling.gradients.contract import Combiner, R, Scaler, TaskRows
 from nestling.gradients.graph import mixed, refuse_reentrant, refuse_scaled
+from nestling.gradients.layered import LayeredRows, take
+from nestling.gradients.layers import Layer, find
 from nestling.gradients.owners import Layout, from_masks, from_owners, tasks_of
+from nestling.gradients.passes import let_go, of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree, group_of
 from nestling.gradients.rows import Rows
 from nestling.gradients.stacked import refuse_stacked
@@ -53,6 +57,9 @@ class Accumulator(Generic[R]):
     reduce: average rows over the ranks when torch.distributed is initialised (False: never; or a process group).
     scaler: with float16, the GradScaler; pass the losses unscaled and step the optimizer through the scaler.
     check: refuse NaN and name the task; None means on a CPU only, since elsewhere it waits for the device.
+    mode: "rows": a gradient per task of every weight. "layers": of linear and convolution layers none, where a step has one
+        micro-batch and owners come from the graph; Gram matrix and update follow from inputs and output gradients.
+        "auto": on a CPU, per layer, whichever is cheaper; elsewhere rows.
     """
 
     def __init__(
@@ -66,8 +73,10 @@ class Accumulator(Generic[R]):
         reduce: "bool | dist.ProcessGroup" = True,
         scaler: Scaler | None = None,
         check: bool | None = None,
+        mode: str = "auto",
     ) -> None:
         check_refresh(refresh)
+        check_mode(mode)
         check_combine(combine)
         check_scaler(scaler)
         self.given = named(params)  # the frozen ones too: they may be unfrozen later
@@ -78,6 +87,7 @@ class Accumulator(Generic[R]):
         self.diagnose = diagnose
         self.group = group_of(reduce)
         self.scaler = scaler
+        self.mode = mode
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
@@ -95,21 +105,23 @@ class Accumulator(Generic[R]):
         self.stored: list[list[Tensor | None]] = []  # a row per task, or a single one of the weighted losses
         self.lone: R | None = None  # the report that goes with a single row
         self.pending: list[Reduction] = []
+        self.layers: list[Layer] = []  # whose weights have no rows
         self.scale: Tensor | None = None
 
-    def backward(self, losses: Iterable[Tensor]) -> R:
+    def backward(self, losses: Iterable[Tensor], *, retain_graph: bool = False) -> R:
         """Add the losses' gradients and fill `.grad`: a whole step."""
-        self.add(losses, final=True)
+        self.add(losses, final=True, retain_graph=retain_graph)
         return self.fill()
 
-    def add(self, losses: Iterable[Tensor], *, final: bool = False) -> None:
+    def add(self, losses: Iterable[Tensor], *, final: bool = False, retain_graph: bool = False) -> None:
         """Run the backward passes of one micro-batch and add its rows.
 
-        With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`.
+        With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`. The
+        losses come back detached, unless `retain_graph` keeps them for another backward.
         """
-        self._add(check_losses(losses), final)
+        self._add(check_losses(losses), final, retain_graph)
 
-    def _add(self, losses: list[Tensor], final: bool) -> None:
+    def _add(self, losses: list[Tensor], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
         self._refuse_broken()
         self._follow()
@@ -125,15 +137,14 @@ class Accumulator(Generic[R]):
         weights = self._weights(len(losses))
         self.broken = self.micro > 0  # until all went well; a first micro-batch that fails leaves nothing behind
         if weights is not None:
-            self._add_weighted(losses, weights)
+            self._add_weighted(losses, weights, retain_graph)
         else:
-            self._add_rows(losses, final)
+            self._add_rows(losses, final, retain_graph)
             self._check_owners(losses)
         self.broken = False
         self.micro += 1
-        for loss in losses:  # else whoever keeps the losses keeps the buffers of all tasks but the last
-            if not loss.is_leaf and not loss._is_view():
-                loss.detach_()
+        if not retain_graph:
+            let_go(losses)
 
     def fill(self) -> R:
         """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""
@@ -155,21 +166,29 @@ class Accumulator(Generic[R]):
             else:
                 assert layout is not None
                 self.now.used = layout  # a captured CUDA graph reads tables that live as long as their layout
-                rows = Rows(
-                    self.now.params,
-                    layout,
-                    self.stored,
-                    scale=self.scale,
-                    check=self.check,
-                    group=self.group,
-                    refresh=self.refresh,
-                    certain=self.certain,
-                )
-                report = self.combine(rows)
+                report = self.combine(self._rows(layout))
         finally:
             self.clear()
         self._remember(report)
         return report
+
+    def _rows(self, layout: Layout) -> TaskRows:
+        part = layout
+        if self.layers:
+            without = {layer.param for layer in self.layers}
+            masks = tuple(0 if i in without else mask for i, mask in enumerate(self._masks()))
+            part = from_masks(self.now.specs, masks, self.tasks)
+        rows = Rows(
+            self.now.params,
+            part,
+            self.stored,
+            scale=self.scale,
+            check=self.check,
+            group=self.group,
+            refresh=self.refresh,
+            certain=self.certain,
+        )
+        return LayeredRows(layout, self.layers, rows) if self.layers else rows
 
     def renew(self) -> None:
         """Find the weights anew at the next step and count `refresh` from there."""
@@ -240,22 +259,29 @@ class Accumulator(Generic[R]):
         if self.refresh > 1:
             self.last = report
 
-    def _add_rows(self, losses: Sequence[Tensor], final: bool) -> None:
-        """A backward per task, with the caller's gradients put aside."""
+    def _add_rows(self, losses: Sequence[Tensor], final: bool, retain_graph: bool) -> None:
+        """A backward per task."""
         early = self.group if final and self.now.layout is not None else None
-        before = [p.grad for p in self.now.params]
         statistics = Statistics(self.net)
-        try:
+        if final and self._may_go_without_rows():
+            self.layers = find(losses, self.now.params, always=self.mode == "layers")
+        if self.micro == 0:
+            self.stored = [[None] * len(self.now.params) for _ in losses]
+        with put_aside(self.now.params):
             for task, loss in enumerate(losses):
-                self._add_task(task, loss, retain=task < len(losses) - 1)
+                self._add_task(task, loss, retain=retain_graph or task < len(losses) - 1)
                 statistics.settle()
                 if early is not None:
                     self.pending.append(Reduction(self.stored[task], early))
-        finally:
-            for p, grad in zip(self.now.params, before, strict=True):
-                p.grad = grad
 
-    def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor) -> None:
+    def _may_go_without_rows(self) -> bool:
+        """Whether this is a whole step of one process, whose owners the graph tells."""
+        whole = self.micro == 0 and self.group is None and self.now.layout is None and self.tasks > 1
+        told = self.steps > 0 or not self.combine.owners_matter  # rows are looked at once, for stacks of heads
+        here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")
+        return whole and told and here
+
+    def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor, retain_graph: bool) -> None:
         """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
         if self.check:
             self.wrong.update(nonfinite(losses))
@@ -264,20 +290,9 @@ class Accumulator(Generic[R]):
         seeds = [w.to(loss).view(loss.shape) for w, loss in zip(weights.unbind(), losses, strict=True)]
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
-        before = [p.grad for p in self.now.params]
-        row: list[Tensor | None] = self.stored[0] if self.stored else [None] * len(self.now.params)
-        for p, grad in zip(self.now.params, row, strict=True):
-            p.grad = grad
-        try:
-            torch.autograd.backward(list(losses), seeds, inputs=self.now.params)
-        except RuntimeError as error:
-            refuse_reentrant(losses)
-            raise explained(error, 0) from error
-        finally:
-            self.stored = [[p.grad for p in self.now.params]]
-            self.reached = any(p.grad is not None for p in self.now.params)
-            for p, grad in zip(self.now.params, before, strict=True):
-                p.grad = grad
+        self.stored = self.stored or [[None] * len(self.now.params)]
+        of_weighted(losses, seeds, retain_graph, self.now.params, self.stored[0])
+        self.reached = any(grad is not None for grad in self.stored[0])
 
     @torch.no_grad()
     def _put_lone(self) -> None:
@@ -288,45 +303,26 @@ class Accumulator(Generic[R]):
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
 
     def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
-        """One task's backward. Torch accumulates into `.grad`, so that what is taken from there is nobody else's."""
-        if self.micro == 0 and task == 0:
-            self.stored = [[None] * len(self.now.params) for _ in range(self.tasks)]
-        row = self.stored[task]
-        boxes = self.now.layout.boxes[task] if self.now.layout is not None else None
-        # What ranks agreed on is checked, so everything is asked for; given owners are taken at their word.
-        wanted = [i for i in range(len(self.now.params)) if boxes is None or self.now.found or boxes[i] is not None]
-        if not wanted:
-            return
-        self.reached = bool(self.reached)
-        cut = [boxes is not None and boxes[i] != self.now.wholes[i] for i in wanted]
-        for i, partial in zip(wanted, cut, strict=True):
-            kept = row[i]
-            self.now.params[i].grad = None if kept is None or partial else kept.permute(self.now.specs[i].inverse)
         seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
+        if self.layers:
+            self._add_layered(task, loss, seed, retain)
+            return
+        reached = of_task(loss, seed, retain, task, self.now, self.stored[task])
+        if reached is not None:
+            self.reached = bool(self.reached) or reached
+
+    def _add_layered(self, task: int, loss: Tensor, seed: Tensor | None, retain: bool) -> None:
+        """The same, with output gradients of layers in place of their weights' rows."""
         try:
-            torch.autograd.backward(loss, seed, retain_graph=retain, inputs=[self.now.params[i] for i in wanted])
+            found = take(loss, seed, retain, task, self.layers, self.now.params)
         except RuntimeError as error:
             raise explained(error, task) from error
-        for i, partial in zip(wanted, cut, strict=True):
-            row[i] = self._kept(i, task, row[i] if partial else None)
-
-    def _kept(self, index: int, task: int, before: Tensor | None) -> Tensor | None:
-        """What came into a parameter's `.grad`: in memory order, contiguous, cut to what the task owns."""
-        grad, spec = self.now.params[index].grad, self.now.specs[index]
-        box = self.now.layout.boxes[task][index] if self.now.layout is not None else None
-        if grad is None:
-            return before if before is not None or box is None else self.now.zeros(index, box)
-        if box is None and self.now.found:
-            raise self.now.disagreement(index)
-        refuse_sparse(grad, self.now.named[index][0])
-        self.now.missed.discard(index)
-        self.reached = True
-        if not spec.plain:
-            grad = grad.permute(spec.memory)
-        if box is None or box == self.now.wholes[index]:
-            return grad.contiguous()
-        grad = grad[tuple(slice(start, stop) for start, stop in box)]
-        return grad.contiguous() if before is None else before.add_(grad)
+        for i, grad in found.items():
+            refuse_sparse(grad, self.now.named[i][0])
+            self.stored[task][i] = grad.permute(self.now.specs[i].memory).contiguous()
+        reached = {*found, *(layer.param for layer in self.layers if task in layer.tasks)}
+        self.now.missed -= reached
+        self.reached = bool(self.reached) or bool(reached)
 
     def _settle_layout(self) -> Layout | None:
         """Who owns what: known, or read off the rows; ranks agree on it once. None for a single row."""
@@ -385,8 +381,10 @@ class Accumulator(Generic[R]):
             raise nonfinite_losses(sorted(self.wrong), self.tasks)
 
     def _masks(self) -> list[int]:
+        """Per parameter the tasks that reached it, as bits."""
+        layers = {layer.param: sum(1 << task for task in layer.tasks) for layer in self.layers}
         reached = [[row[i] is not None for row in self.stored] for i in range(len(self.now.params))]
-        return [sum(1 << t for t, bit in enumerate(bits) if bit) for bits in reached]
+        return [layers.get(i, sum(1 << task for task, bit in enumerate(bits) if bit)) for i, bits in enumerate(reached)]
 
 
 def backward(
@@ -399,13 +397,17 @@ def backward(
     reduce: "bool | dist.ProcessGroup" = True,
     scaler: Scaler | None = None,
     check: bool | None = None,
+    mode: str = "auto",
+    retain_graph: bool = False,
 ) -> R:
     """Combine the gradients of several losses into `.grad`: takes the place of `sum(losses).backward()`.
 
     `params`: a module or its parameters; the options are those of Accumulator, which does the same with less
-    planning per step. Adds to `.grad` as torch does, so call `optimizer.zero_grad()` as always.
+    planning per step, and `retain_graph` as torch's. Adds to `.grad` as torch does, so call `optimizer.zero_grad()` as always.
     """
     losses = check_losses(losses)  # first: where the arguments are swapped, this says so
-    once = Accumulator(params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check)
-    once._add(losses, final=True)
+    once = Accumulator(
+        params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check, mode=mode
+    )
+    once._add(losses, final=True, retain_graph=retain_graph)
     return once.fill()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nestling.errors import NestlingError
+from nestling.errors import NestlingError, join
 from nestling.gradients.owners import MOST_TASKS
 from nestling.gradients.reduce import refuse_wrapped
 
@@ -89,6 +89,14 @@ def check_combine(combine: object) -> None:
 def check_refresh(refresh: object) -> None:
     if not isinstance(refresh, int) or isinstance(refresh, bool) or refresh < 1:
         raise NestlingError(f"refresh is {refresh!r}: expected a whole number of steps, 1 or more")
+
+
+MODES = ("auto", "rows", "layers")
+
+
+def check_mode(mode: object) -> None:
+    if mode not in MODES:
+        raise NestlingError(f"mode is {mode!r}: expected {join(list(MODES))}")
 
 
 def check_scaler(scaler: object) -> None:

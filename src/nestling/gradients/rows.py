@@ -81,7 +81,7 @@ class Rows(TaskRows):
             members = todo.on(self.device, self.layout)["members"]
             gram = self._products(todo)[members].sum(1).view(todo.count, self.tasks, self.tasks)
         if self.check:
-            self._refuse_nonfinite(gram)
+            refuse_nonfinite(gram)
         return gram
 
     def _tables(self, scope: str) -> gpu.Tables | None:
@@ -113,23 +113,13 @@ class Rows(TaskRows):
             return flat.double()
         return scratch[: flat.numel()].copy_(flat)
 
-    def _refuse_nonfinite(self, gram: Tensor) -> None:
-        finite = torch.isfinite(gram.sum(0).diagonal()).tolist()
-        bad = [task for task, good in enumerate(finite) if not good]
-        if bad:
-            raise NestlingError(
-                f"the gradient of task {numbers(bad)} (counted from 0) holds NaN or infinity; "
-                f"{others(bad, self.tasks)}. `.grad` was left alone: look at the loss of what is not, lower the learning "
-                f"rate, or pass a GradScaler as scaler= when training in float16"
-            )
-
     @torch.no_grad()
     def write(self, weights: Tensor, scope: str = "all") -> None:
         """Add the sum of weights[block, task] * row to `.grad`, and let the rows go.
 
         Where one task owns all of a parameter, the sum is made in place of that task's row, which becomes `.grad`.
         """
-        self._refuse_stale(weights)
+        self.refuse_stale(weights)
         todo = portions(self.layout, scope)
         tables = self._tables(scope)
         if tables is not None and tables.hosted:
@@ -160,7 +150,7 @@ class Rows(TaskRows):
                 for row in self.stored:
                     row[param] = None
 
-    def _refuse_stale(self, weights: Tensor | None) -> None:
+    def refuse_stale(self, weights: Tensor | None) -> None:
         """Raise where the next steps could not go on with these weights alone."""
         if self.refresh > 1 and (weights is None or weights.shape[0] != 1):
             raise NestlingError(
@@ -209,7 +199,7 @@ class Rows(TaskRows):
     @torch.no_grad()
     def write_vector(self, vector: Tensor) -> None:
         """Add an update over all entries, ordered as in `matrix`, to `.grad`, and let the rows go."""
-        self._refuse_stale(None)
+        self.refuse_stale(None)
         at = 0
         for param, pieces in enumerate(self.layout.per_param()):
             if not pieces:
@@ -228,3 +218,15 @@ def _add(total: list[Tensor], views: list[Tensor], weight: "float | Tensor") -> 
         torch._foreach_add_(total, torch._foreach_mul(views, weight))
     else:
         torch._foreach_add_(total, views, alpha=weight)
+
+
+def refuse_nonfinite(gram: Tensor) -> None:
+    """Raise if a task's gradient is not finite. Waits for the device."""
+    finite = torch.isfinite(gram.sum(0).diagonal()).tolist()
+    bad = [task for task, good in enumerate(finite) if not good]
+    if bad:
+        raise NestlingError(
+            f"the gradient of task {numbers(bad)} (counted from 0) holds NaN or infinity; "
+            f"{others(bad, len(finite))}. `.grad` was left alone: look at the loss of what is not, lower the learning "
+            f"rate, or pass a GradScaler as scaler= when training in float16"
+        )

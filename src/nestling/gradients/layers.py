@@ -1,0 +1,155 @@
+"""Linear and convolution layers whose weight gradients need not be made for every task.
+
+Of a layer with inputs a and output gradients d^t (one per task t) the gradients are sums of outer products, so that
+<g_s, g_t> = sum over i, j of (a_i . a_j) (d_i^s . d_j^t), and the weighted sum of all tasks is one product with the weighted
+d. In comes autograd's graph, which keeps a; out come such layers, where that is cheaper than rows, with their Gram matrix
+and update. `i` runs over samples, and over tokens or pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nestling.gradients.graph import reached
+
+MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
+CONVOLUTION = "ConvolutionBackward0"
+WIDE = 2  # a float64 product costs as much as two of float32
+
+
+@dataclass(eq=False)
+class Layer:
+    """A use of one weight by one product or convolution, and the tasks whose losses depend on it."""
+
+    param: int
+    weight: Tensor
+    node: Any
+    tasks: tuple[int, ...]
+    inputs: Tensor  # a, as the product or convolution had it
+    options: tuple[Any, ...]  # stride, padding and dilation of a convolution; empty for a product
+    deltas: dict[int, Tensor] = field(default_factory=dict)  # per task, gradient of what it gave
+
+    @property
+    def edge(self) -> GradientEdge:
+        return GradientEdge(self.node, 0)
+
+    def gram(self) -> Tensor:
+        """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64."""
+        inputs, deltas = self._wide_inputs(), torch.stack([self._wide_delta(task) for task in self.tasks], 1)
+        among = inputs @ inputs.T  # (i, i)
+        mixed = (among @ deltas.flatten(1)).view_as(deltas)  # (i, tasks, out)
+        return torch.einsum("isc,itc->st", mixed, deltas)
+
+    def _wide_inputs(self) -> Tensor:
+        """a: (i, entries of a weight's row), float64."""
+        if not self.options:
+            return self.inputs.double()
+        stride, padding, dilation = self.options
+        columns = F.unfold(self.inputs, self.weight.shape[2:], dilation, padding, stride)
+        return columns.transpose(1, 2).flatten(0, 1).double()
+
+    def _wide_delta(self, task: int) -> Tensor:
+        """d of a task: (i, out), float64."""
+        delta = self.deltas[task]
+        return (delta.flatten(2).transpose(1, 2).flatten(0, 1) if self.options else delta).double()
+
+    def update(self, weights: "Sequence[float] | Tensor") -> Tensor:
+        """The gradient of the weighted losses; `weights` by task."""
+        first, *rest = self.tasks
+        total = self.deltas[first] * weights[first]
+        for task in rest:
+            total = total.add_(self.deltas[task] * weights[task])
+        return self._product(total)
+
+    def row(self, task: int) -> Tensor:
+        """The gradient of one task."""
+        return self._product(self.deltas[task])
+
+    def _product(self, delta: Tensor) -> Tensor:
+        if not self.options:
+            return delta.T @ self.inputs
+        rest = (False, [0, 0], 1, [False, True, False])  # not transposed, one group; the weight's gradient only
+        _, found, _ = torch.ops.aten.convolution_backward(delta, self.inputs, self.weight, None, *self.options, *rest)
+        made: Tensor = found
+        return made
+
+
+def find(losses: Sequence[Tensor], params: Sequence[Tensor], always: bool = False) -> list[Layer]:
+    """The layers to do without rows; with `always` whatever it costs."""
+    per_task = [reached([loss]) for loss in losses]
+    users: dict[Any, list[Any]] = {}
+    for above in dict.fromkeys(node for nodes in per_task for node in nodes):
+        for following, _ in above.next_functions:
+            if following is not None:
+                users.setdefault(following, []).append(above)
+    places = {id(p): index for index, p in enumerate(params)}
+    found = []
+    for leaf, used in users.items():
+        weight = getattr(leaf, "variable", None)
+        node = _user(leaf, used, users) if id(weight) in places else None
+        if weight is None or node is None or weight._backward_hooks:  # a hook wants to see the gradient
+            continue
+        tasks = tuple(task for task, nodes in enumerate(per_task) if node in nodes)
+        if always or cheaper(weight, node, len(tasks)):
+            inputs = _inputs(node)
+            if inputs is not None and inputs.dtype == weight.dtype:
+                found.append(Layer(places[id(weight)], weight, node, tasks, inputs, _options(node)))
+    return found
+
+
+def cheaper(weight: Tensor, node: Any, tasks: int) -> bool:
+    """Whether products of inputs and of output gradients cost less than a weight gradient for every task."""
+    out, into = weight.shape[0], prod(weight.shape[1:])
+    gave = node._input_metadata[0].shape
+    rows = gave[0] * prod(gave[2:])
+    here = rows * into * out + WIDE * rows**2 * (into + tasks * out)
+    return bool(here < tasks * rows * into * out)
+
+
+def _user(leaf: Any, used: Sequence[Any], users: Mapping[Any, Sequence[Any]]) -> Any:
+    """The product or convolution that uses a leaf as its weight, if that is its only use and one that is known here."""
+    above = users.get(used[0], ()) if used[0].name() == "TBackward0" else used  # a linear weight is transposed first
+    if len(used) != 1 or len(above) != 1:
+        return None
+    node = above[0]
+    if node.name() in MATMULS and used[0].name() == "TBackward0":
+        scaled = node.name() == "AddmmBackward0" and (node._saved_alpha, node._saved_beta) != (1, 1)
+        return node if node.next_functions[MATMULS[node.name()][0]][0] is used[0] and not scaled else None
+    if node.name() == CONVOLUTION and node.next_functions[1][0] is leaf:
+        known = node._saved_groups == 1 and not node._saved_transposed and leaf.variable.dim() == 4
+        return node if known else None
+    return None
+
+
+class _Recomputed(Exception):
+    """What was kept for backward would have to be computed anew, or brought from elsewhere."""
+
+
+class _AtHand(TorchDispatchMode):
+    """Stops at the first operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Recomputed
+
+
+def _inputs(node: Any) -> Tensor | None:
+    """What the node kept of its input; None where a checkpoint would run forward again for it."""
+    try:
+        with _AtHand():
+            kept: Tensor | None = getattr(
+                node, "_saved_input" if node.name() == CONVOLUTION else MATMULS[node.name()][1]
+            )
+    except _Recomputed:
+        return None
+    return kept
+
+
+def _options(node: Any) -> tuple[Any, ...]:
+    return (node._saved_stride, node._saved_padding, node._saved_dilation) if node.name() == CONVOLUTION else ()

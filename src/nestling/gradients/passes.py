@@ -1,0 +1,90 @@
+"""The backward passes: of one task, or of all losses under weights, into rows.
+
+In come losses and parameters; out come gradients, in the parameters' order. Torch accumulates into `.grad`, so that what
+is taken from there is nobody else's; the caller's own gradients are put aside meanwhile.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nestling.gradients.checks import explained, refuse_sparse
+from nestling.gradients.graph import refuse_reentrant
+from nestling.gradients.trained import Trained
+
+Row = list[Tensor | None]
+
+
+@contextmanager
+def put_aside(params: Sequence[Tensor]) -> Iterator[None]:
+    """Whatever happens inside, `.grad` is as it was."""
+    before = [p.grad for p in params]
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, before, strict=True):
+            p.grad = grad
+
+
+def let_go(losses: Sequence[Tensor]) -> None:
+    """Detach the losses: whoever keeps them would keep the buffers of all tasks but the last."""
+    for loss in losses:
+        if not loss.is_leaf and not loss._is_view():
+            loss.detach_()
+
+
+def of_weighted(
+    losses: Sequence[Tensor], seeds: Sequence[Tensor], retain: bool, params: Sequence[Tensor], row: Row
+) -> None:
+    """One backward of the losses from these seeds, added to the row."""
+    with put_aside(params):
+        for p, grad in zip(params, row, strict=True):
+            p.grad = grad
+        try:
+            torch.autograd.backward(list(losses), list(seeds), retain_graph=retain, inputs=list(params))
+        except RuntimeError as error:
+            refuse_reentrant(losses)
+            raise explained(error, 0) from error
+        finally:
+            row[:] = [p.grad for p in params]
+
+
+def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Trained, row: Row) -> bool | None:
+    """One task's backward, added to its row. Says whether any parameter was reached; None where none was asked for."""
+    boxes = now.layout.boxes[task] if now.layout is not None else None
+    # What ranks agreed on is checked, so everything is asked for; given owners are taken at their word.
+    wanted = [i for i in range(len(now.params)) if boxes is None or now.found or boxes[i] is not None]
+    if not wanted:
+        return None
+    cut = [boxes is not None and boxes[i] != now.wholes[i] for i in wanted]
+    for i, partial in zip(wanted, cut, strict=True):
+        kept = row[i]
+        now.params[i].grad = None if kept is None or partial else kept.permute(now.specs[i].inverse)
+    try:
+        torch.autograd.backward(loss, seed, retain_graph=retain, inputs=[now.params[i] for i in wanted])
+    except RuntimeError as error:
+        raise explained(error, task) from error
+    reached = any(now.params[i].grad is not None for i in wanted)
+    for i, partial in zip(wanted, cut, strict=True):
+        row[i] = _kept(i, task, row[i] if partial else None, now)
+    return reached
+
+
+def _kept(index: int, task: int, before: Tensor | None, now: Trained) -> Tensor | None:
+    """What came into a parameter's `.grad`: in memory order, contiguous, cut to what the task owns."""
+    grad, spec = now.params[index].grad, now.specs[index]
+    box = now.layout.boxes[task][index] if now.layout is not None else None
+    if grad is None:
+        return before if before is not None or box is None else now.zeros(index, box)
+    if box is None and now.found:
+        raise now.disagreement(index)
+    refuse_sparse(grad, now.named[index][0])
+    now.missed.discard(index)
+    if not spec.plain:
+        grad = grad.permute(spec.memory)
+    if box is None or box == now.wholes[index]:
+        return grad.contiguous()
+    grad = grad[tuple(slice(start, stop) for start, stop in box)]
+    return grad.contiguous() if before is None else before.add_(grad)

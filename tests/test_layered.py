@@ -1,0 +1,194 @@
+"""Gram matrix and update without rows: the same as with rows, on every layer that is known and beside those that are not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_gradients import NETS, assert_same, batch, gradients, losses_of, make
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nestling.errors import NestlingError
+from nestling.gradients import Accumulator, backward
+from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
+from nestling.gradients.combiners.weighted import Weighted
+from nestling.gradients.layers import cheaper, find
+
+
+class Zoo(nn.Module):
+    """Layers of many kinds under three heads: tokens, strides, dilation, groups, no bias, a weight used twice, a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1, bias=False)
+        self.dilated = nn.Conv2d(6, 8, (3, 1), padding=(2, 0), dilation=(2, 1))
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2, padding="same")
+        self.norm = nn.BatchNorm2d(8)
+        self.line = nn.Conv1d(8, 8, 3)
+        self.tokens = nn.Linear(8, 12)
+        self.bare = nn.Linear(12, 10, bias=False)
+        self.tied = nn.Linear(10, 10)
+        self.hooked = nn.Linear(10, 10)
+        self.hooked.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        self.scale = nn.Parameter(torch.ones(10))
+        self.heads = nn.ModuleList(nn.Linear(10, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.norm(self.grouped(self.dilated(self.conv(x)).tanh())).relu()
+        x = self.line(x.flatten(2)).transpose(1, 2)
+        x = self.bare(self.tokens(x).tanh()).mean(1)
+        x = self.hooked(self.tied(self.tied(x).tanh())) * self.scale
+        return [head(x) for head in self.heads]
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {**{name: lambda name=name: make(name) for name in NETS}, "zoo": Zoo}  # type: ignore[misc]
+
+
+def both(
+    net: nn.Module, combine: Weighted, **options: object
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Gradients with rows and without."""
+    found = []
+    for mode in ("rows", "layers"):
+        net.zero_grad()
+        x, y = batch()
+        x = x.to(next(net.parameters()).dtype)
+        rows = Accumulator(net, combine, mode=mode, **options)  # type: ignore[arg-type]
+        for _ in range(2):  # adds to what is there
+            rows.backward(losses_of(net, x, y))
+        found.append(gradients(net))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("scope", ["all", "shared", "block", "tensor"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_same_update_in_every_scope(kind: str, scope: str) -> None:
+    net = KINDS[kind]().double()
+    rows, layers = both(net, OSGD(scope=scope))
+    assert_same(layers, rows, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", sorted(COMBINERS))
+def test_the_same_update_by_every_method(method: str) -> None:
+    combine = PCGrad(shuffle=False) if method == "pcgrad" else COMBINERS[method]()
+    rows, layers = both(Zoo().double(), combine, diagnose=True)
+    assert_same(layers, rows, atol=1e-12)
+
+
+def test_the_same_update_in_float32_and_channels_last() -> None:
+    for kind in ("zoo", "tree"):
+        net = KINDS[kind]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        rows, layers = both(net, OSGD())
+        assert_same(layers, rows, atol=1e-6)
+
+
+def test_nearly_parallel_gradients_lose_nothing() -> None:
+    """At cosine 1 - 5e-5 products in float32 would lose 4e-5 of the update."""
+    updates = {}
+    for dtype, mode in ((torch.float64, "rows"), (torch.float32, "rows"), (torch.float32, "layers")):
+        torch.manual_seed(0)
+        net, head, x, noise = nn.Linear(40, 60), torch.randn(60), torch.randn(8, 40), torch.randn(3, 60)
+        net, head, x, noise = net.to(dtype), head.to(dtype), x.to(dtype), noise.to(dtype)
+        losses = [(0.02 * net(x) @ (head + 0.01 * noise[t])).tanh().sum() for t in range(3)]
+        report = backward(losses, net, OSGD(), mode=mode)
+        assert net.weight.grad is not None and 1e-6 < float(1 - report.cosines[0, 1]) < 2e-4
+        updates[dtype, mode] = net.weight.grad.double()
+    exact = updates.pop((torch.float64, "rows"))
+    for (_, mode), found in updates.items():
+        assert float((found - exact).norm() / exact.norm()) < 1e-5, mode
+
+
+def found_in(net: nn.Module, losses: list[Tensor]) -> set[str]:
+    named = list(net.named_parameters())
+    return {named[layer.param][0] for layer in find(losses, [p for _, p in named], always=True)}
+
+
+def test_only_layers_that_are_known_go_without_rows() -> None:
+    net = Zoo()
+    heads = {f"heads.{t}.weight" for t in range(3)}
+    assert (
+        found_in(net, losses_of(net, *batch()))
+        == {"conv.weight", "dilated.weight", "tokens.weight", "bare.weight"} | heads
+    )
+
+
+def test_weight_gradients_are_made_once_and_only_where_that_is_cheaper() -> None:
+    net = nn.Sequential(nn.Linear(600, 500), nn.ReLU(), nn.Linear(500, 400))
+    losses = [net(torch.randn(8, 600)).pow(2).sum() for _ in range(1)]
+    node = losses[0].grad_fn.next_functions[0][0].next_functions[0][0]
+    assert node.name() == "AddmmBackward0"
+    assert cheaper(net[2].weight, node, 3) and not cheaper(net[2].weight, node, 1)  # type: ignore[arg-type]
+    small = nn.Linear(4, 4)
+    out = small(torch.randn(64, 4))
+    assert not cheaper(small.weight, out.grad_fn, 3)
+
+
+def test_a_checkpoint_is_not_run_again_for_its_inputs() -> None:
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(6, 30), nn.BatchNorm1d(30))
+    heads = nn.ModuleList(nn.Linear(30, 4) for _ in range(2))
+    x, y = torch.randn(8, 6), torch.randint(4, (8,))
+
+    def losses() -> list[Tensor]:
+        z = checkpoint(stage, x, use_reentrant=False)
+        return [F.cross_entropy(head(z), y) for head in heads]
+
+    every = nn.ModuleList([stage, heads])
+    found = losses()
+    counted = int(stage[1].num_batches_tracked)  # type: ignore[arg-type]
+    assert found_in(every, found) == {"1.0.weight", "1.1.weight"}
+    assert int(stage[1].num_batches_tracked) == counted  # type: ignore[arg-type]
+    rows = Accumulator(every, OSGD(), mode="layers")
+    rows.backward(found)
+    assert int(stage[1].num_batches_tracked) == counted + 1  # type: ignore[arg-type]
+
+
+def test_micro_batches_have_rows() -> None:
+    net = make("two tasks")
+    rows = Accumulator(net, OSGD(), mode="layers")
+    rows.add(losses_of(net, *batch()))
+    assert not rows.layers and all(g is not None for g in rows.stored[0][:2])
+
+
+def test_heads_in_one_layer_are_still_noticed() -> None:
+    """Rows are looked at once before methods that ask who owns what go without them."""
+    net = nn.Linear(6, 8)
+    outs = net(torch.randn(5, 6)).chunk(2, 1)
+    with pytest.raises(NestlingError, match="never meet"):
+        backward([out.pow(2).sum() for out in outs], net, NormSGD(), mode="layers")
+
+
+def test_wrong_modes_and_numbers_are_refused_in_words() -> None:
+    net = make("two tasks")
+    with pytest.raises(NestlingError, match=r"mode is 'fast': expected auto, rows or layers"):
+        Accumulator(net, OSGD(), mode="fast")
+    losses = losses_of(net, *batch())
+    with pytest.raises(NestlingError, match="gradient of task 1 "):
+        backward([losses[0], losses[1] * float("nan")], net, OSGD(), mode="layers")
+    assert all(grad is None for grad in gradients(net).values())
+    with pytest.raises(NestlingError, match="scope='all'"):
+        Accumulator(net, OSGD(scope="tensor"), mode="layers", refresh=2).backward(losses_of(net, *batch()))
+    assert all(grad is None for grad in gradients(net).values())
+
+
+def test_methods_that_need_all_rows_get_them() -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    from nestling.gradients.combiners.torchjd import FromTorchJD
+
+    for aggregator in (aggregation.MGDA(), aggregation.TrimmedMean(trim_number=1)):
+        rows, layers = both(Zoo().double(), FromTorchJD(aggregator))  # type: ignore[arg-type]
+        assert_same(layers, rows, atol=1e-10)
+
+
+def test_a_scaler_changes_no_step() -> None:
+    net = Zoo()
+    net.hooked.weight._backward_hooks.clear()  # type: ignore[union-attr]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    backward(losses_of(net, *batch()), net, OSGD(), mode="rows")
+    wanted = gradients(net)
+    net.zero_grad()
+    backward(losses_of(net, *batch()), net, OSGD(), mode="layers", scaler=scaler)
+    scaler.unscale_(torch.optim.SGD(net.parameters()))
+    assert_same(gradients(net), wanted, atol=1e-6)
