@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from nestling.gradients import triton_kernels as gradients  # noqa: E402
+from nestling.gradients import gram_kernels  # noqa: E402
 from nestling.gradients.combiners import osgd_triton  # noqa: E402
 from nestling.kernels import elementwise_kernels  # noqa: E402
 from nestling.kernels.backends import triton_kernels  # noqa: E402
@@ -111,7 +111,7 @@ def combining(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_every_kernel_compiles_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     works = passes("width-resnet42"), passes("depth-sparse98"), combining(monkeypatch)
     found = set.union(*(launches(work, monkeypatch) for work in works))
-    rooms = (elementwise_kernels, triton_kernels, gradients, osgd_triton)
+    rooms = (elementwise_kernels, triton_kernels, gram_kernels, osgd_triton)
     every = {kernel for room in rooms for kernel in vars(room).values() if isinstance(kernel, JITFunction)}
     parts = {elementwise_kernels.partial_moments, elementwise_kernels.through_norm}  # of other kernels
     entered = {kernel for kernel in every - parts if not kernel.fn.__name__.startswith("_")}

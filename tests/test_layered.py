@@ -13,7 +13,7 @@ from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward
 from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
 from nestling.gradients.combiners.weighted import Weighted
-from nestling.gradients.layers import cheaper, find
+from nestling.gradients.rowless import cheaper, find
 
 
 class Zoo(nn.Module):

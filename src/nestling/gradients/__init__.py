@@ -5,9 +5,9 @@
 
 from nestling.gradients.accumulate import Accumulator, backward
 from nestling.gradients.contract import Blocks, Combiner, TaskRows
-from nestling.gradients.graph import owners_of
 from nestling.gradients.owners import SCOPES, Layout, Piece
 from nestling.gradients.rows import Rows
+from nestling.gradients.walks import owners_of
 
 __all__ = [
     "SCOPES",

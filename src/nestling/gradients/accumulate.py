@@ -30,15 +30,15 @@ from nestling.gradients.checks import (
     unreached,
 )
 from nestling.gradients.contract import Combiner, R, Scaler, TaskRows
-from nestling.gradients.graph import mixed, refuse_reentrant, refuse_scaled
 from nestling.gradients.layered import LayeredRows, take
-from nestling.gradients.layers import Layer, find
 from nestling.gradients.owners import Layout, from_masks, from_owners, tasks_of
 from nestling.gradients.passes import let_go, of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree, group_of
+from nestling.gradients.rowless import Layer, find
 from nestling.gradients.rows import Rows
 from nestling.gradients.stacked import refuse_stacked
 from nestling.gradients.trained import Statistics, Trained
+from nestling.gradients.walks import mixed, refuse_reentrant, refuse_scaled
 
 Owners = Mapping[str, Tensor] | Mapping[Tensor, Tensor]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 try:
     from triton import language
 
-    from nestling.gradients import triton_kernels
+    from nestling.gradients import gram_kernels
 
     PRESENT = True
 except ImportError:  # a CPU build of torch comes without Triton
@@ -68,7 +68,7 @@ def gram(tables: Mapping[str, Tensor], addresses: Tensor, dtype: torch.dtype) ->
     partial = torch.empty(sum(counts), tasks, tasks, dtype=torch.float64, device=addresses.device)
     for kind, part in zip(("full", "rest"), partial.split(counts), strict=True):
         if len(part):
-            triton_kernels.gram[(len(part),)](
+            gram_kernels.gram[(len(part),)](
                 tables[f"{kind} pieces"],
                 tables[f"{kind} starts"],
                 *(tables[name] for name in ("sizes", "columns", "strides", "hosts")),
@@ -88,7 +88,7 @@ def update(tables: Mapping[str, Tensor], addresses: Tensor, weights: Tensor, dty
     """The weighted sum of the rows, in place of each piece's host row."""
     for kind in ("full", "rest"):
         if len(tables[f"{kind} pieces"]):
-            triton_kernels.update[(len(tables[f"{kind} pieces"]),)](
+            gram_kernels.update[(len(tables[f"{kind} pieces"]),)](
                 tables[f"{kind} pieces"],
                 tables[f"{kind} starts"],
                 *(tables[name] for name in ("sizes", "columns", "strides", "hosts")),
@@ -110,7 +110,7 @@ def gram_of_matrix(rows: Tensor) -> Tensor:
     tasks, width = rows.shape
     count = width // (block(tasks) * TURNS)
     partial = torch.empty(count, tasks, tasks, dtype=torch.float64, device=rows.device)
-    triton_kernels.gram_of_matrix[(count,)](
+    gram_kernels.gram_of_matrix[(count,)](
         rows, partial, width, N=tasks, BLOCK=block(tasks), TURNS=TURNS, num_warps=WARPS
     )
     return partial
@@ -118,6 +118,4 @@ def gram_of_matrix(rows: Tensor) -> Tensor:
 
 def update_of_matrix(rows: Tensor, weights: Tensor, out: Tensor) -> None:
     tasks, width = rows.shape
-    triton_kernels.update_of_matrix[(width // SPAN,)](
-        rows, weights, out, width, N=tasks, BLOCK=SPAN, num_warps=2 * WARPS
-    )
+    gram_kernels.update_of_matrix[(width // SPAN,)](rows, weights, out, width, N=tasks, BLOCK=SPAN, num_warps=2 * WARPS)

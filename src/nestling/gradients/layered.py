@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nestling.gradients.contract import Blocks, TaskRows
-from nestling.gradients.layers import Layer
 from nestling.gradients.owners import Layout
 from nestling.gradients.portions import portions
+from nestling.gradients.rowless import Layer
 from nestling.gradients.rows import Rows, refuse_nonfinite
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nestling.gradients.checks import explained, refuse_sparse
-from nestling.gradients.graph import refuse_reentrant
 from nestling.gradients.trained import Trained
+from nestling.gradients.walks import refuse_reentrant
 
 Row = list[Tensor | None]
 
