@@ -230,6 +230,18 @@ class DropPath(nn.Module):
         return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(keep).div_(keep)
 
 
+class Half(nn.Module):
+    """As in CSPNet and ShuffleNet: the second half goes through layers of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, 1)
+        return torch.cat([one, self.conv(two)], 1)
+
+
 class Functional(nn.Module):
     """Weights of its own, used through functions."""
 
@@ -287,6 +299,8 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     ),
     "synchronised batch norm": lambda: backbone(nn.SyncBatchNorm(8), nn.ReLU()),
     "a blur of a fixed kernel": lambda: backbone(nn.ReLU(), Blur(8), nn.Conv2d(8, 8, 1), Blur(8)),
+    "channel shuffle": lambda: backbone(Does(shuffle), nn.ReLU(), nn.ChannelShuffle(4), nn.Conv2d(8, 8, 1)),
+    "halves of which one goes on": lambda: backbone(nn.Conv2d(8, 16, 1), Half(8), nn.Conv2d(16, 8, 1)),
     "stochastic depth": lambda: backbone(nn.Conv2d(8, 8, 1), DropPath(0.0), nn.ReLU()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
@@ -349,6 +363,39 @@ def test_uneven_widths_keep_the_promises(width: int, more: int, stripes: list[in
         for whole, staged in zip(net(x), net.answers(x), strict=True):
             assert torch.allclose(whole, staged, rtol=1e-12, atol=1e-12)
     assert sum(net.plan.new_macs(s) for s in range(1, len(stripes) + 1)) == net.plan.macs(len(stripes))
+
+
+def test_groups_that_stripes_would_cut_are_born_whole(sweep: ModuleType) -> None:
+    """As in RegNet: three groups, stripes 1, 1, 2."""
+    module = stirred(backbone(nn.Conv2d(8, 24, 1), nn.ReLU(), nn.Conv2d(24, 24, 3, groups=3), nn.ReLU(), out=24)).eval()
+    with pytest.raises(NestlingError, match="do not grow alike"):
+        nest(module, "w,w", shape=IMAGE)
+    net = nest(module, "w,w", shape=IMAGE, uneven=True)
+    births = net.plan.by_name["3"].births
+    assert all(len(set(births[i : i + 8])) == 1 for i in (0, 8, 16)) and set(births) == {1, 2, 3}
+    sweep.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
+
+
+def test_auxiliary_heads_are_left_out_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.aux, self.fc = (
+                nn.Conv2d(3, 8, 3),
+                nn.Conv2d(8, 8, 3),
+                nn.BatchNorm2d(8),
+                nn.Linear(8, 5),
+            )
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.one(x)
+            logits = self.fc(F.relu(self.two(F.relu(y))).mean((2, 3)))
+            return (logits, self.fc(self.aux(y).mean((2, 3)))) if self.training else logits
+
+    module = Auxiliary().double()
+    net, x = nest(module, "", shape=IMAGE), torch.randn(2, *IMAGE, dtype=torch.float64)
+    assert "of ['aux'] something runs that reaches no answer" in caplog.text
+    assert torch.allclose(net(x)[0], module.eval()(x)) and "aux" not in net._modules
 
 
 def test_stripes_are_cut_at_the_nearest_channel() -> None:
@@ -470,7 +517,8 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "layer norm": (lambda: backbone(nn.LayerNorm((8, 8, 8))), r"cannot nest 1 \(LayerNorm\): it normalises across channels"),
     "group norm of one group": (lambda: backbone(nn.GroupNorm(1, 8)), r"cannot nest 1 \(GroupNorm\): it normalises across"),
     "groups across stripes": (lambda: backbone(nn.GroupNorm(2, 8)), r"group 1 of 2 of 1 \(group norm\) holds channels born"),
-    "channel shuffle": (lambda: backbone(Does(shuffle)), r"the operation \.view in 1 \(Does\): it regroups channels"),
+    "regrouped and joined": (lambda: backbone(Does(lambda x: x.view(-1, 2, 4, 8, 8).relu().flatten(1, 2))), "channels regrouped"),
+    "channels into pixels": (lambda: backbone(Does(lambda x: x.view(-1, 2, 16, 16)), out=2), r"\.view in 1 .*it regroups"),
     "transpose": (lambda: backbone(Does(lambda x: x.transpose(1, 2))), r"\.transpose in 1 \(Does\): it moves channels"),
     "softmax": (lambda: backbone(nn.Softmax(1)), r"cannot nest 1 \(Softmax\): it mixes channels"),
     "mean over channels": (lambda: backbone(Does(lambda x: x * x.mean(1, keepdim=True))), r"\.mean in 1 .*mixes channels"),
@@ -486,7 +534,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no classifier": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: x + x)), "not of one classifier"),
     "wrong image": (lambda: nn.Sequential(nn.Conv2d(1, 8, 1)), r"0 \(Conv2d\): it does not run on images of shape \(3, 8, 8\)"),
     "same padding": (lambda: backbone(nn.Conv2d(8, 8, 2, padding="same")), r'1 \(Conv2d\): padding "same"'),
-    "late channels only": (lambda: backbone(Does(lambda x: x[:, 4:]), out=4), "none of the channels it reads .* by stage 1"),
+    "late channels only": (lambda: backbone(Does(lambda x: x[:, 5:]), out=3), "none of the channels it reads .* by stage 1"),
     "joined rows": (lambda: backbone(Does(lambda x: torch.cat([x, x], 2))), r"cat in 1 \(Does\): it joins along dimension 2"),
     "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0]), out=1), r"getitem in 1 \(Does\): only slices"),
     "new dimension": (lambda: backbone(Does(lambda x: x[:, None].flatten(1, 2))), r"getitem in 1 \(Does\): .* puts something"),

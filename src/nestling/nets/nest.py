@@ -6,6 +6,8 @@ weights, of which the rule keeps those that go from earlier or equally early cha
 computes exactly what the module computes, which is proved whenever a module is nested.
 """
 
+import logging
+
 import torch
 from torch import nn
 
@@ -16,6 +18,8 @@ from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.read import read
 from nestling.nets.reading.trace import Shape
+
+LOG = logging.getLogger(__name__)
 
 
 def nest(
@@ -43,6 +47,13 @@ def nest(
             'Use "w" for every stage, for example "w,w".'
         )
     sketch = read(module, shape, net)
+    if sketch.dropped:
+        unused = sorted({path.split(".")[0] for path in sketch.dropped})
+        LOG.warning(
+            "%s: of %s something runs that reaches no answer (such as auxiliary heads); the nest leaves it out",
+            net,
+            unused,
+        )
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):  # torch draws weights for every new layer
         made = assemble(sketch, grown, uneven, net, module.training)

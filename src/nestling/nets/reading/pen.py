@@ -6,6 +6,7 @@ why this one cannot be nested. Which operation is of which kind is said in read.
 
 import operator
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -182,7 +183,10 @@ class Pen(Page):
         self.pointwise(node, function)
 
     def reshape(self, node: fx.Node) -> None:
-        """Flattening, and what changes the shape of each channel only; anything else would regroup channels."""
+        """Flattening, and what changes the shape of each channel only; else channels are regrouped."""
+        if node.all_input_nodes[0] in self.regrouped:
+            self.regroup(node)
+            return
         read = self.read_of(node)
         before = self.sketch.nodes[read]
         shape = tuple(self.values[node].shape)
@@ -194,7 +198,43 @@ class Pen(Page):
         elif shape[:2] == old[:2]:
             self.map(node, Reshape(shape[2:]))
         else:
-            self.refuse(node, f"it regroups channels: (N, {old[1:]}) becomes {shape}, so births would be mixed")
+            self.regroup(node)
+
+    def regroup(self, node: fx.Node, order: tuple[int, ...] = ()) -> None:
+        """Channels in several dimensions, or those dimensions in another order: what comes out as one dimension again are
+        the same channels elsewhere, each with its own birth (channel shuffle)."""
+        source = node.all_input_nodes[0]
+        read, index = self.regrouped.get(source) or (self.read_of(node), None)
+        if index is None:
+            index = torch.arange(self.channels(read))
+        shape, size = tuple(self.values[node].shape), self.sketch.nodes[read].size
+        inner = len(shape) - len(size)
+        if order and (order[0] != 0 or order[inner:] != tuple(range(inner, len(shape)))):
+            self.refuse(node, "it moves channels to other places, so that stripes would be mixed")
+        if shape[0] != BATCHES[0] or shape[inner:] != size or prod(shape[1:inner]) != index.numel():
+            old = (self.channels(read), *size)
+            self.refuse(node, f"it regroups channels: (N, {old}) becomes {shape}, so births would be mixed")
+        index = index.permute([d - 1 for d in order[1:inner]]) if order else index.reshape(shape[1:inner])
+        if index.dim() > 1:
+            self.regrouped[node] = (read, index)
+        else:
+            self.names[node] = self.take(node, read, tuple(index.tolist()))
+
+    def reorder(self, node: fx.Node, base: Any) -> None:
+        """Dimensions in another order."""
+        rank = self.values[node].dim()
+        if base is torch.permute:
+            given = node.args[1:] if isinstance(node.args[1], int) else node.args[1]
+            order = [int(d) % rank for d in given]  # type: ignore[union-attr, arg-type]
+        else:
+            order, (one, other) = list(range(rank)), (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+            order[one], order[other] = other, one
+        self.regroup(node, tuple(order))
+
+    def shuffle(self, node: fx.Node, groups: int) -> None:
+        read = self.same(node)
+        index = torch.arange(self.channels(read)).view(groups, -1).t().flatten()
+        self.names[node] = self.take(node, read, tuple(index.tolist()))
 
     def join(self, node: fx.Node) -> None:
         given = self.given(node, "tensors", "dim")

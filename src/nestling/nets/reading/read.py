@@ -142,6 +142,8 @@ class Reader(Pen):
             self.layer(node, self.read_of(node), layer, LAYERS[kind])
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
+        elif kind is nn.ChannelShuffle:
+            self.shuffle(node, layer.groups)  # type: ignore[arg-type]
         elif kind is nn.Identity:
             self.names[node] = self.read_of(node)
         elif kind in MIXING and not self.whole:
@@ -169,6 +171,10 @@ class Reader(Pen):
             self.reduction(node, base)
         elif base in RESHAPES:
             self.reshape(node)
+        elif base in (torch.transpose, torch.permute) and not self.whole and len(node.args) > 1:
+            self.reorder(node, base)
+        elif base is F.channel_shuffle:
+            self.shuffle(node, self.given(node, "input", "groups")["groups"])
         elif base in JOINS:
             self.join(node)
         elif base in SPLITS:

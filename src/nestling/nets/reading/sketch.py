@@ -41,6 +41,7 @@ class Page:
         self.drawn: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
+        self.regrouped: dict[fx.Node, tuple[str, Tensor]] = {}  # channels in several dimensions: whose, and which where
         self.holders: dict[fx.Node, str] = {}  # the module whose weights a function uses
         self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 
@@ -126,6 +127,8 @@ class Page:
             self.refuse(
                 node, f"it reads {strange.target}, which is neither computed from the image nor part of a layer"
             )
+        if position < len(traced) and traced[position] in self.regrouped:
+            self.refuse(node, f"it works on channels regrouped to {tuple(self.values[traced[position]].shape)}")
         if not isinstance(name, str):
             self.refuse(node, "it does not read a tensor that was computed from the image")
         return name

@@ -7,11 +7,12 @@ cut into stripes as far as its ties leave a choice. Pure: no tensors, and it doe
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Growth
+from nestling.nets.ops import Select
 from nestling.nets.plan import Node
 
 
@@ -45,12 +46,15 @@ class Ties:
 def give_births(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str) -> list[Node]:
     """The nodes with births. The channels of the first node, the input, are all born at stage 1."""
     ties = Ties()
-    channels = tie_channels(nodes, ties)
+    channels = tie_channels(nodes, ties, growth if uneven else None)
+    parts = parts_of(nodes, channels, ties)
     made: dict[str, Node] = {}
     for node in nodes:
         reads = [made[read] for read in node.reads]
         if any(not any(node.op.tied(node, reads, row)) for row in range(node.channels) if reads):
-            choose(node, channels[node.name], ties, growth, uneven or not node.op.weighted, net)
+            mine, loose = channels[node.name], uneven or not node.op.weighted
+            for part in split(mine, parts, ties, growth, loose):
+                choose(node, part, ties, growth, loose, net)
         births = tuple(ties.birth[ties.root(c)] for c in channels[node.name])
         if not node.op.weighted:  # a channel that is broadcast over others is not tied to them, but may be born later
             births = tuple(latest(node, reads, row, birth) for row, birth in enumerate(births))
@@ -64,8 +68,47 @@ def latest(node: Node, reads: Sequence[Node], row: int, birth: int) -> int:
     return max(birth, *(read.births[c] for read, mine in zip(reads, parents, strict=True) for c in mine), 0)
 
 
-def tie_channels(nodes: Sequence[Node], ties: Ties) -> dict[str, list[int]]:
-    """For every node, the class of each of its channels."""
+def parts_of(nodes: Sequence[Node], channels: dict[str, list[int]], ties: Ties) -> dict[int, set[str]]:
+    """For every class of channels, the nodes that take it out of a wider tensor (chunks, splits, slices)."""
+    found: dict[int, set[str]] = {}
+    for node in nodes:
+        if isinstance(node.op, Select) and 0 < len(node.op.source) < len(channels[node.reads[0]]):
+            for channel, source in zip(channels[node.name], node.op.source, strict=True):
+                if source >= 0:
+                    found.setdefault(ties.root(channel), set()).add(node.name)
+    return found
+
+
+def split(channels: list[int], parts: dict[int, set[str]], ties: Ties, growth: Growth, uneven: bool) -> list[list[int]]:
+    """The channels that are taken out together: each such part is cut into stripes by itself, so that every stage finds
+    something in it. All together where the parts cannot be cut so."""
+    found: dict[frozenset[str], list[int]] = {}
+    for channel in channels:
+        found.setdefault(frozenset(parts.get(ties.root(channel), ())), []).append(channel)
+    fits = uneven or all(len(part) % growth.units == 0 for part in found.values())
+    return list(found.values()) if fits else [channels]
+
+
+def whole_groups(node: Node, reads: Sequence[Node], growth: Growth) -> Iterator[tuple[range, range]]:
+    """The rows and inputs of each group of a layer whose groups stripes can neither hold whole nor cut alike."""
+    groups = getattr(node.op, "groups", 1)
+    if not node.op.weighted or groups in (1, reads[0].channels):
+        return
+    rows, inputs = node.channels // groups, reads[0].channels // groups
+    if not (grow_alike(groups, rows, growth) and grow_alike(groups, inputs, growth)):
+        for group in range(groups):
+            yield range(group * rows, (group + 1) * rows), range(group * inputs, (group + 1) * inputs)
+
+
+def grow_alike(groups: int, each: int, growth: Growth) -> bool:
+    """Whether stripes cut so many groups of so many channels at their borders, or else inside the first only."""
+    edges = list(itertools.accumulate(quotas(groups * each, growth)))
+    cut = [edge // each for edge in edges if edge % each]
+    return not cut or (max(cut) == 0 and each in edges)
+
+
+def tie_channels(nodes: Sequence[Node], ties: Ties, uneven: Growth | None = None) -> dict[str, list[int]]:
+    """For every node, the class of each of its channels. With `uneven` stripes, groups that they would cut are born whole."""
     by_name = {node.name: node for node in nodes}
     found: dict[str, list[int]] = {}
     for node in nodes:
@@ -80,6 +123,9 @@ def tie_channels(nodes: Sequence[Node], ties: Ties) -> dict[str, list[int]]:
         if not node.reads:
             ties.birth.update(dict.fromkeys(mine, 1))
         found[node.name] = mine
+        for rows, inputs in whole_groups(node, reads, uneven) if uneven else ():
+            for one, other in itertools.pairwise([*(mine[row] for row in rows), *(classes[0][c] for c in inputs)]):
+                ties.tie(one, other)
         if node.shares:  # one entry of a weight has one birth, wherever it is used
             for one, other in zip(
                 mine + classes[0], found[node.shares] + found[by_name[node.shares].reads[0]], strict=True
@@ -102,9 +148,10 @@ def choose(node: Node, channels: list[int], ties: Ties, growth: Growth, uneven: 
     have = Counter(ties.birth[root] for root in roots if root in ties.birth)
     missing = {b: size - have[b] for b, size in zip(growth.stripe_births, quotas(len(roots), growth), strict=True)}
     taken: Counter[int] = Counter()
-    for _ in free:
+    sizes = Counter(roots)
+    for root in free:  # a class may hold many channels: a whole group
         neediest = max(missing, key=lambda birth: missing[birth])
-        missing[neediest] -= 1
+        missing[neediest] -= sizes[root]
         taken[neediest] += 1
     ties.birth.update(zip(free, sorted(taken.elements()), strict=True))
 

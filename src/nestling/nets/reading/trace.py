@@ -9,7 +9,7 @@ mean is said in read.py. The module itself is not touched.
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -193,6 +193,9 @@ def trace(module: nn.Module, shape: Shape, net: str, training: bool = True) -> T
         evaluated = watched(hollow.eval(), image, net, module)
         records += [watched(hollow.train(), image, net, module) if training else evaluated, evaluated]
     train, *others = records
+    if isinstance(train.answer, tuple) and isinstance(others[0].answer, fx.Node):
+        records = [without_auxiliary(record) for record in records]
+        train, *others = records
     found = Trace(module, train, (others[0], others[1], others[2]))
     align(found, net, each_by_itself=training)
     return found
@@ -241,7 +244,9 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
         node.meta["path"] = str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
     check_state(tracer, graph, net, module)
     nodes, unneeded, answer = needed_nodes(tracer, graph)
-    dropped = {node.meta["path"] for node in unneeded} - {node.meta["path"] for node in nodes}
+    dropped = {node.meta["path"] for node in unneeded} - {node.meta["path"] for node in nodes} - {""}
+    if isinstance(answer, fx.Node) and isinstance(answer.target, type):  # a named tuple of answers
+        answer = tuple(answer.args)
     return Record(nodes, tracer.values, tracer.writes, answer, next(iter(graph.nodes)), dropped)
 
 
@@ -288,6 +293,20 @@ def needed_nodes(tracer: Watcher, graph: fx.Graph) -> tuple[list[fx.Node], list[
             memory |= set().union(*(storages(tracer.values[n]) for n in node.all_input_nodes))
     computed = [node for node in nodes[1:] if node in depends]
     return [n for n in computed if n in live], [n for n in computed if n not in live], output.args[0]
+
+
+def without_auxiliary(record: Record) -> Record:
+    """A run that gives further answers in training: only the first, and what it needs."""
+    if not isinstance(record.answer, tuple):
+        return record
+    answer = record.answer[0]
+    nodes, live = [], {answer}
+    for node in reversed(record.nodes):
+        if node in live or any(record.shares_memory(node, other) for other in live if record.writes.get(node)):
+            live |= {node, *node.all_input_nodes}
+            nodes.append(node)
+    gone = {node.meta["path"] for node in record.nodes} - {node.meta["path"] for node in nodes} - {""}
+    return replace(record, nodes=nodes[::-1], answer=answer, dropped=record.dropped | gone)
 
 
 def align(found: Trace, net: str, each_by_itself: bool) -> None:
