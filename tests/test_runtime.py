@@ -335,7 +335,10 @@ def test_a_stage_that_cannot_be_stopped_is_left_to_the_workers_thread() -> None:
 def test_be_soon_begins_what_is_likely_in_time_and_never_gives_it_up() -> None:
     runtime, _ = where(0.01, 0.3, pace=Pace([0.01, 0.15]))
     with runtime:
-        assert runtime.answer(image(), deadline=0.2, late=None).stage == 2  # late, but there
+        first = runtime.answer(image(), deadline=0.2, late=None)
+        assert first.stage == 2 and first.elapsed > 0.3  # late, but there
+        for _ in range(20):
+            runtime.pace.observe(2, 0.3)
         assert runtime.answer(image(), deadline=0.2, late=None).stage == 1  # now it knows better
         for wrong in (0, 1, 2, -0.1, True, "soon", math.nan, [0.1]):
             with pytest.raises(NestlingError, match="late="):
@@ -364,6 +367,23 @@ def test_closing_while_a_caller_runs_stages_itself() -> None:
     assert engine.closed and not threads_of_ours() and not guards()
     with pytest.raises(NestlingError, match="closed"):
         runtime.answer(image())
+
+
+def test_a_stage_that_is_not_run_follows_those_that_are_and_is_tried_again() -> None:
+    pace = Pace([0.001, 0.005])
+    for _ in range(64):  # a busy hour
+        pace.observe(1, 0.004)
+        pace.observe(2, 0.020)
+    assert 0.018 < pace.quantile(2, 0.5) < 0.022
+    for _ in range(20):  # it is over, but time is too short for stage 2 to be run
+        pace.observe(1, 0.001)
+    assert pace.quantile(2, 0.5) < 0.006
+    for _ in range(64):
+        pace.gave_up(2, 0.050)
+    assert pace.quantile(2, 0.5) > 0.04
+    for _ in range(64 * 8):
+        pace.skip(2)
+    assert pace.quantile(2, 0.5) < 0.006
 
 
 @pytest.mark.parametrize("late", [0.01, 0.05])

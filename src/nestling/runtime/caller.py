@@ -24,7 +24,7 @@ from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.pace import Pace
-from nestling.runtime.promise import LATE, Promise, check_late
+from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
 from nestling.runtime.work import Images, News, Row, Trail, Work
 from nestling.runtime.worker import Worker
@@ -231,11 +231,15 @@ class Anytime:
 
     def _warm(self) -> None:
         """Answer black images, so that the first real question does not pay for what is set up on first use, and a batch's
-        price is known."""
+        price is known; and see how late this machine wakes a thread up now."""
         black = np.zeros(self.spec.shape, np.float32)
         for _ in range(2):
             self.answer(black)
         self.answer_batch(np.stack([black] * 4))
+        promise, late = self._promise(LATE), wakeups(self.clock)
+        promise.guard.value, promise.timer.value = (
+            max(margin.value, late) for margin in (promise.guard, promise.timer)
+        )
 
     def _to_numpy(self, x: Any) -> Any:
         """Where a runtime takes more than arrays, it makes them arrays here."""

@@ -8,12 +8,15 @@ late answers is the one promised; so neither takes more time than that needs. `l
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from nestling.errors import NestlingError
+from nestling.runtime.bell import Bell
+from nestling.runtime.prompt import Promptly
 
 LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
-HOPE = 0.1  # and hardly ever less than this one
+HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
 RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
 FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 
@@ -89,6 +92,17 @@ class Margin:
         """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
         due = self.before(deadline)
         return [due + late for late in list(self.recent)] if deadline > 0 else [0.0]
+
+
+def wakeups(clock: Callable[[], float], count: int = 8, seconds: float = 5e-4) -> float:
+    """The most that a few timers are late, one after another."""
+    bell, most = Bell(), 0.0
+    with Promptly():
+        for _ in range(count):
+            due = clock() + seconds
+            bell.wait(due, clock)
+            most = max(most, clock() - due)
+    return most
 
 
 def check_late(late: float | None) -> float | None:

@@ -179,18 +179,17 @@ class Worker:
                 return False
             stage = work.done + 1
             sure = left == inf or pace.quantile(stage, USUAL) * promise.caution.value <= left
-            if not sure and row.best[0]:
-                hope = pace.quantile(stage, 0.5 if soon else HOPE)
-                if hope > left - (0.0 if soon else promise.guard.value):
-                    break
+            margin = 0.0 if soon else promise.guard.value
+            if not sure and row.best[0] and pace.quantile(stage, HOPE) > left - margin:
+                pace.skip(stage)
+                break
             guarded = not (sure or soon)
             if guarded and not self.engine.stops:
                 return False
             if not soon and left < inf and self.engine.stops:
-                # Only the first stage is tried at the risk of being late: without it there is no answer at all.
-                margin = promise.guard.value if row.best[0] else min(promise.guard.value, left / 5)
-                margin = margin if guarded else 0.0
-                self.guard.until(row.deadline - margin, work.stop, exactly=guarded)
+                if not row.best[0]:  # without the first stage there is no answer at all: that is worth a risk
+                    margin = min(margin, left / 10)
+                self.guard.until(row.deadline - (margin if guarded else 0.0), work.stop, exactly=guarded)
             began = self.clock()
             done = self.advance(work)
             self.guard.off()
