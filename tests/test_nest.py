@@ -230,6 +230,19 @@ class DropPath(nn.Module):
         return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(keep).div_(keep)
 
 
+class Normalised(nn.Module):
+    """Images as networks take them, then a batch norm that is frozen into numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "std", "gain"):
+            self.register_buffer(name, torch.rand(3) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.get_buffer("mean").view(1, -1, 1, 1)) / self.get_buffer("std")[None, :, None, None]
+        return x * (self.get_buffer("gain") * (self.get_buffer("std") + 1e-5).rsqrt()).reshape(1, -1, 1, 1)
+
+
 class Half(nn.Module):
     """As in CSPNet and ShuffleNet: the second half goes through layers of its own."""
 
@@ -301,6 +314,10 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a blur of a fixed kernel": lambda: backbone(nn.ReLU(), Blur(8), nn.Conv2d(8, 8, 1), Blur(8)),
     "channel shuffle": lambda: backbone(Does(shuffle), nn.ReLU(), nn.ChannelShuffle(4), nn.Conv2d(8, 8, 1)),
     "halves of which one goes on": lambda: backbone(nn.Conv2d(8, 16, 1), Half(8), nn.Conv2d(16, 8, 1)),
+    "a number for every channel": lambda: backbone(
+        Scaled((1, 8, 1, 1)), nn.Conv2d(8, 8, 1), Scaled((8, 1, 1)), Scaled((1,)), nn.ReLU(), Twice(Scaled((8, 1, 1)))
+    ),
+    "images normalised by buffers": lambda: nn.Sequential(Normalised(), *backbone(nn.ReLU())),
     "stochastic depth": lambda: backbone(nn.Conv2d(8, 8, 1), DropPath(0.0), nn.ReLU()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
@@ -496,9 +513,9 @@ class Does(nn.Module):
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.ones(1, 8, 1, 1))
+        self.gamma = nn.Parameter(torch.rand(shape) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma
@@ -525,7 +542,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it mixes channels"),
     "width": (lambda: backbone(nn.Conv2d(8, 6, 3), out=6), r"cannot nest 1: 6 channels cannot be cut into stripes .*uneven"),
     "groups": (lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 12, 1, groups=3), out=12), "do not grow alike"),
-    "loose parameter": (lambda: backbone(Scaled()), r"operation mul in 1 \(Scaled\): it reads 1\.gamma, which is neither"),
+    "a number for every pixel": (lambda: backbone(Scaled((8, 8, 8))), r"1 \(Scaled\): its constant has the shape \(8, 8, 8\)"),
     "random scale": (lambda: backbone(Random()), r"cannot nest 1 \(Random\): it does other operations in training"),
     "control flow": (lambda: backbone(Does(lambda x: x if x.sum() > 0 else -x)), r"depends on the numbers .* gt in 1 \(Does\)"),
     "linear over pixels": (lambda: backbone(nn.Linear(8, 8)), r"1 \(Linear\): it reads the last dimension"),

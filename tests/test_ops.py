@@ -33,6 +33,7 @@ from nestling.nets.ops import (
     Opaque,
     Operation,
     PReLU,
+    Scale,
     Select,
     Zip,
 )
@@ -110,6 +111,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "map": [Example(behind_a_stem(Map(function))) for function in ("relu", "pool2", "pool2up", "maxpool3")],
     "mean": [Example(behind_a_stem(Mean()))],
     "module": [Example(behind_a_stem(Module()), given={"it": nn.Hardswish()})],
+    "scale": [Example(behind_a_stem(Scale(function))) for function in ("add", "sub", "mul", "div")],
     "opaque": [Example(born_at_once(Opaque()), given={"it": nn.Softmax2d()})],
     "zip": [Example(of_two(Zip(function))) for function in ("add", "sub", "max", "min")] + [Example(gated)],
     "select": [

@@ -17,6 +17,7 @@ from nestling.nets.births import Births
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.groupnorm import mixed_groups
 from nestling.nets.ops.linear import Linear
+from nestling.nets.ops.scale import Scale
 from nestling.nets.ops.weighted import Weighted
 
 Index = slice | Tensor
@@ -189,6 +190,30 @@ class NestedPReLU(nn.PReLU):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, births={describe_births(self.births)}"
+
+
+class NestedScale(nn.Module):
+    """A number for every channel, learnt or fixed."""
+
+    weight: Tensor
+
+    def __init__(self, births: Births, op: Scale) -> None:
+        super().__init__()
+        self.births, self.op = births, op
+        if op.learnt:
+            self.weight = nn.Parameter(torch.empty(len(births)))
+        else:
+            self.register_buffer("weight", torch.empty(len(births)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, float(self.op.function in ("mul", "div")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op.compute([x], self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.op.function}, births={describe_births(self.births)}"
 
 
 def affine_rows(layer: nn.BatchNorm2d | nn.GroupNorm, cut: Cut) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,7 @@ from nestling.nets.ops.module import Module
 from nestling.nets.ops.opaque import Opaque
 from nestling.nets.ops.operation import Operation
 from nestling.nets.ops.prelu import PReLU
+from nestling.nets.ops.scale import Scale
 from nestling.nets.ops.select import Select
 from nestling.nets.ops.zip import Zip
 
@@ -37,6 +38,7 @@ __all__ = [
     "Opaque",
     "Operation",
     "PReLU",
+    "Scale",
     "Select",
     "Zip",
 ]
@@ -53,6 +55,7 @@ OPS: dict[str, type[Operation]] = {
     "map": Map,
     "mean": Mean,
     "module": Module,
+    "scale": Scale,
     "opaque": Opaque,
     "zip": Zip,
     "select": Select,

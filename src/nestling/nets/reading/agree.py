@@ -212,9 +212,9 @@ class Both:
         return found
 
     def is_one_slope(self, key: str) -> bool:
-        name, _, _ = key.rpartition(".")
-        layer: Any = self.sketch.layers[self.made.origins[name]]
-        return isinstance(layer, nn.PReLU) and layer.num_parameters == 1
+        name, _, tensor = key.rpartition(".")
+        held: Tensor = getattr(self.sketch.layers[self.made.origins[name]], tensor)
+        return held.numel() == 1
 
     def check(self, what: str, mine: Tensor, theirs: Tensor, case: Case, floor: float = 0.0) -> None:
         if mine.shape != theirs.shape:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Select, Zip
+from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Scale, Select, Zip
 from nestling.nets.ops.calls import Call, Reshape
 from nestling.nets.ops.weighted import Weighted
 from nestling.nets.plan import Node
@@ -22,6 +22,7 @@ from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import Page
 from nestling.nets.reading.trace import BATCHES, attribute, path_of
+from nestling.nets.reading.vocabulary import METHODS, SHAPING
 
 
 class Pen(Page):
@@ -59,6 +60,55 @@ class Pen(Page):
         if one.dim() != other.dim() or len(widths - {1}) > 1:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
         self.enter(node, Zip(function), reads)
+
+    def scale(self, node: fx.Node, function: str) -> None:
+        """A tensor and a parameter or buffer with a number for every channel, or with one for all."""
+        one, other = (a for a in node.args[:2] if isinstance(a, fx.Node))
+        tensor, constant = (one, other) if one in self.names else (other, one)
+        read, shape, rank = self.names.get(tensor), tuple(self.values[constant].shape), self.values[tensor].dim()
+        if not isinstance(read, str) or node.kwargs or len(node.args) > 2:
+            self.refuse(
+                node, "it combines what was computed from the image with a constant in a way that is not nested"
+            )
+        if function not in ("add", "sub", "mul", "div") or (tensor is other and function in ("sub", "div")):
+            self.refuse(node, f"{function} of a constant and a tensor is not nested")
+        wide = (1,) * (rank - len(shape)) + shape
+        per_channel = [1, self.channels(read), *[1] * (rank - 2)]
+        if len(shape) > rank or any(side not in (1, most) for side, most in zip(wide, per_channel, strict=True)):
+            self.refuse(
+                node, f"its constant has the shape {shape}; expected a number for every channel, or one for all"
+            )
+        held, path = self.constant(node, constant)
+        layer, learnt = nn.Module(), isinstance(held, nn.Parameter)
+        layer.register_parameter("weight", held) if isinstance(held, nn.Parameter) else layer.register_buffer(
+            "weight", held
+        )
+        layer.training = self.module.get_submodule(path_of(node)).training
+        self.holders[node] = path.rpartition(".")[0] if learnt else ""
+        op, name = Scale(function, learnt), self.name(node)
+        shares = self.own(node, name, layer, op)
+        self.same(node, read)
+        self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node), shares))
+
+    def constant(self, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str]:
+        """A parameter or buffer that was only brought into shape, with its path; or what is computed from buffers alone."""
+        source = constant
+        while source.op != "get_attr" and METHODS.get(source.target, source.target) in SHAPING:
+            source = source.all_input_nodes[0]
+        if source.op == "get_attr":
+            try:
+                return attribute(self.module, str(source.target)), str(source.target)
+            except AttributeError:
+                self.refuse(node, "it reads a tensor that is made while running; keep it as a buffer")
+        recorder = Recorder(self.trace, {}, {})
+        try:
+            recorder.step(constant, constant)
+        except Unknown as error:
+            self.refuse(node, str(error))
+        if any(p.requires_grad for p in recorder.piece.parameters()):
+            self.refuse(node, "its constant is computed from parameters while running, so it cannot be cut by births")
+        with torch.no_grad():
+            return recorder.piece().detach(), ""
 
     def own(self, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:
         """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""

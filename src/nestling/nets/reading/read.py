@@ -164,7 +164,8 @@ class Reader(Pen):
         base = IN_PLACE.get(target, target)
         self.check_constants(node, batch=base not in RESHAPES, mode=base not in DROPOUTS and base is not F.batch_norm)
         if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
-            self.zip(node, BINARY[base])
+            computed = all(a in self.names or a in self.regrouped for a in node.all_input_nodes)
+            self.zip(node, BINARY[base]) if computed else self.scale(node, BINARY[base])
         elif base in BINARY or base in POINTWISE:
             self.pointwise(node, base)
         elif base in REDUCTIONS:

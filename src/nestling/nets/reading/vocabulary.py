@@ -53,6 +53,7 @@ IN_PLACE: dict[Function, Function] = {
 }  # fmt: skip
 REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin}
 RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
+SHAPING: set[Any] = {*RESHAPES, operator.getitem, "expand", "expand_as"}  # what leaves the numbers of a constant alone
 JOINS: set[Function] = {torch.cat, torch.concat, torch.concatenate}
 SPLITS: set[Function] = {torch.chunk, torch.split}
 DROPOUTS: dict[Function, type[nn.Module]] = {
