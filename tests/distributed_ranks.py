@@ -68,6 +68,11 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
             # One process on both halves sees the mean of what the ranks see, half of it with the odd parameter.
             halves = [net.losses(x[h], y[h], odd=float(h)) for h in ((rank,) if ranks == 2 else (0, 1))]
             rows.backward([sum(parts, start=torch.zeros(())) / len(halves) for parts in zip(*halves, strict=True)])
+        elif option == "absent":
+            # The second rank's half of the batch has nothing for the second task; one process sees half of its loss.
+            losses: list[Tensor | None] = [*net.losses(*mine)]
+            losses[1] = net.losses(x[0], y[0])[1] / (3 - ranks) if rank == 0 else None
+            rows.backward(losses)
         else:
             rows.backward(net.losses(*mine))
         optimizer.step()

@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 CASES = [
     "sgd",
+    "sgd+absent",
     "sgd+freeze",
     "sgd+uneven",
     "sgd-sum+rows",
     "normsgd",
     "osgd",
     "osgd+tensor",
+    "osgd+absent",
     "osgd+accumulate",
     "osgd+freeze",
     "osgd+refresh",

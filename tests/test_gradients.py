@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, TaskRows, accumulate, backward
+from nestling.gradients import Accumulator, TaskRows, backward, checks
 from nestling.gradients.checks import explained
 from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.gradients.combiners.report import Report
@@ -550,7 +550,17 @@ WRONG = [
     Wrong("one tensor", r"list\(losses\)", lambda n, ls: backward(torch.stack(ls), n, OSGD())),
     Wrong("no losses", "found 0 losses", lambda n, ls: backward([], n, OSGD())),
     Wrong("a float", "task 0 is a float", lambda n, ls: backward([1.0, *ls], n, OSGD())),  # type: ignore[list-item]
-    Wrong("a dict", r"list\(losses.values", lambda n, ls: backward(dict(enumerate(ls)), n, OSGD())),  # type: ignore[arg-type]
+    Wrong(
+        "names",
+        "the losses have no names: pass the losses as a dict",
+        lambda n, ls: backward(ls, n, OSGD(order=["a", "b", "c"])),
+    ),
+    Wrong(
+        "a name",
+        "'d', but the losses' names are",
+        lambda n, ls: backward(dict(zip("abc", ls, strict=True)), n, OSGD(order=["a", "b", "d"])),
+    ),
+    Wrong("none", "every loss is None", lambda n, ls: backward([None, None], n, OSGD())),
     Wrong("a class", r"the class OSGD: .*nestling.OSGD\(\)", lambda n, ls: backward(ls, n, OSGD)),  # type: ignore[arg-type]
     Wrong("a name", "combine is 'osgd'", lambda n, ls: backward(ls, n, "osgd")),  # type: ignore[arg-type]
     Wrong(
@@ -598,13 +608,13 @@ def test_losses_may_come_from_a_generator(diagnose: bool) -> None:
 
 def test_losses_are_checked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = accumulate.check_losses
+    real = checks.check_losses
 
-    def counted(losses: Iterable[Tensor]) -> list[Tensor]:
+    def counted(losses: Iterable[Tensor | None]) -> list[Tensor | None]:
         calls.append(losses)
         return real(losses)
 
-    monkeypatch.setattr(accumulate, "check_losses", counted)
+    monkeypatch.setattr(checks, "check_losses", counted)
     net = make("nested")
     backward(losses_of(net, *batch()), net, OSGD())
     Accumulator(net, OSGD()).backward(losses_of(net, *batch()))

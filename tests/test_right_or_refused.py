@@ -324,7 +324,7 @@ class Club(Nested):
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "order": (lambda: OSGD(order=2), r"order is 2: expected the tasks from 0"),  # type: ignore[arg-type]
-    "order of names": (lambda: OSGD(order=["a", "b"]), r"expected the tasks from 0"),  # type: ignore[list-item]
+    "order of both": (lambda: OSGD(order=["a", 1]), r"expected the tasks from 0"),  # type: ignore[arg-type]
     "importance": (lambda: SGD(importance=3), "importance is 3: expected one number per task"),  # type: ignore[arg-type]
     "learnable importance": (
         lambda: OSGD(importance=nn.Parameter(torch.ones(3))),  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ several micro-batches are added and combined once. Fills `.grad` (adding, as tor
 optimizer, scheduler, clipping rule and parameter group follows. It does not know how rows are combined.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import (
+    Losses,
     Params,
+    arranged,
     check_combine,
-    check_losses,
     check_mode,
     check_refresh,
     check_scaler,
@@ -88,6 +89,7 @@ class Accumulator(Generic[R]):
         self.group = group_of(reduce)
         self.scaler = scaler
         self.mode = mode
+        self.names: Sequence[str] | None = None  # of the tasks, where losses come by name
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
@@ -108,21 +110,26 @@ class Accumulator(Generic[R]):
         self.layers: list[Layer] = []  # whose weights have no rows
         self.scale: Tensor | None = None
 
-    def backward(self, losses: Iterable[Tensor], *, retain_graph: bool = False) -> R:
+    def backward(self, losses: Losses, *, retain_graph: bool = False) -> R:
         """Add the losses' gradients and fill `.grad`: a whole step."""
         self.add(losses, final=True, retain_graph=retain_graph)
         return self.fill()
 
-    def add(self, losses: Iterable[Tensor], *, final: bool = False, retain_graph: bool = False) -> None:
+    def add(self, losses: Losses, *, final: bool = False, retain_graph: bool = False) -> None:
         """Run the backward passes of one micro-batch and add its rows.
 
         With `final` the ranks start averaging a task's row while the next task's backward runs; without, in `fill`. The
         losses come back detached, unless `retain_graph` keeps them for another backward.
         """
-        self._add(check_losses(losses), final, retain_graph)
+        known, names = arranged(losses, self.names)
+        if names is not None and names != self.names:
+            self.combine.set_tasks(names)
+        self.names = names
+        self._add(known, final, retain_graph)
 
-    def _add(self, losses: list[Tensor], final: bool, retain_graph: bool) -> None:
+    def _add(self, losses: list[Tensor | None], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
+        there = [loss for loss in losses if loss is not None]
         self._refuse_broken()
         self._follow()
         if self.micro == 0:
@@ -133,18 +140,18 @@ class Accumulator(Generic[R]):
         refuse_hooks(self.now.named)
         if self.scaler is not None:  # scaling a one tells the scale without asking the device
             self.scale = self.scaler.scale(torch.ones((), device=self.now.device))
-            refuse_scaled(losses, self.scaler)
+            refuse_scaled(there, self.scaler)
         weights = self._weights(len(losses))
         self.broken = self.micro > 0  # until all went well; a first micro-batch that fails leaves nothing behind
         if weights is not None:
             self._add_weighted(losses, weights, retain_graph)
         else:
             self._add_rows(losses, final, retain_graph)
-            self._check_owners(losses)
+            self._check_owners(there)
         self.broken = False
         self.micro += 1
         if not retain_graph:
-            let_go(losses)
+            let_go(there)
 
     def fill(self) -> R:
         """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""
@@ -259,7 +266,7 @@ class Accumulator(Generic[R]):
         if self.refresh > 1:
             self.last = report
 
-    def _add_rows(self, losses: Sequence[Tensor], final: bool, retain_graph: bool) -> None:
+    def _add_rows(self, losses: Sequence[Tensor | None], final: bool, retain_graph: bool) -> None:
         """A backward per task."""
         early = self.group if final and self.now.layout is not None else None
         statistics = Statistics(self.net)
@@ -268,9 +275,13 @@ class Accumulator(Generic[R]):
         if self.micro == 0:
             self.stored = [[None] * len(self.now.params) for _ in losses]
         with put_aside(self.now.params):
+            last = max(task for task, loss in enumerate(losses) if loss is not None)
             for task, loss in enumerate(losses):
-                self._add_task(task, loss, retain=retain_graph or task < len(losses) - 1)
-                statistics.settle()
+                if loss is not None:
+                    self._add_task(task, loss, retain=retain_graph or task < last)
+                    statistics.settle()
+                else:
+                    self.now.fill_up(task, self.stored[task])
                 if early is not None:
                     self.pending.append(Reduction(self.stored[task], early))
 
@@ -281,17 +292,18 @@ class Accumulator(Generic[R]):
         here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")
         return whole and told and here
 
-    def _add_weighted(self, losses: Sequence[Tensor], weights: Tensor, retain_graph: bool) -> None:
+    def _add_weighted(self, losses: Sequence[Tensor | None], weights: Tensor, retain_graph: bool) -> None:
         """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
         if self.check:
             self.wrong.update(nonfinite(losses))
             if self.group is None:  # else all ranks are told in fill
                 self._refuse_wrong_losses()
-        seeds = [w.to(loss).view(loss.shape) for w, loss in zip(weights.unbind(), losses, strict=True)]
+        pairs = [(w, loss) for w, loss in zip(weights.unbind(), losses, strict=True) if loss is not None]
+        there, seeds = [loss for _, loss in pairs], [w.to(loss).view(loss.shape) for w, loss in pairs]
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
         self.stored = self.stored or [[None] * len(self.now.params)]
-        of_weighted(losses, seeds, retain_graph, self.now.params, self.stored[0])
+        of_weighted(there, seeds, retain_graph, self.now.params, self.stored[0])
         self.reached = any(grad is not None for grad in self.stored[0])
 
     @torch.no_grad()
@@ -388,7 +400,7 @@ class Accumulator(Generic[R]):
 
 
 def backward(
-    losses: Iterable[Tensor],
+    losses: Losses,
     params: Params,
     combine: Combiner[R],
     *,
@@ -402,12 +414,15 @@ def backward(
 ) -> R:
     """Combine the gradients of several losses into `.grad`: takes the place of `sum(losses).backward()`.
 
-    `params`: a module or its parameters; the options are those of Accumulator, which does the same with less
-    planning per step, and `retain_graph` as torch's. Adds to `.grad` as torch does, so call `optimizer.zero_grad()` as always.
+    `losses`: one per task, or by name; None where a task is absent. `params`: a module or its parameters. The options are
+    those of Accumulator, which does the same with less planning per step, and `retain_graph` as torch's. Adds to `.grad` as
+    torch does, so call `optimizer.zero_grad()` as always.
     """
-    losses = check_losses(losses)  # first: where the arguments are swapped, this says so
+    known, names = arranged(losses, None)  # first: where the arguments are swapped, this says so
     once = Accumulator(
         params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check, mode=mode
     )
-    once._add(losses, final=True, retain_graph=retain_graph)
+    if names is not None:
+        combine.set_tasks(names)
+    once._add(known, final=True, retain_graph=retain_graph)
     return once.fill()

@@ -77,7 +77,7 @@ def trainable(parameters: Named) -> Named:
 
 def check_combine(combine: object) -> None:
     """Raise unless this is a combiner: the class without its parentheses, or a name, are easily given instead."""
-    needed = ("__call__", "fixed", "set_epoch", "owners_matter")
+    needed = ("__call__", "fixed", "set_epoch", "set_tasks", "owners_matter")
     if isinstance(combine, type) or not all(hasattr(combine, name) for name in needed):
         found = f"the class {combine.__name__}" if isinstance(combine, type) else repr(combine)
         raise NestlingError(
@@ -104,17 +104,29 @@ def check_scaler(scaler: object) -> None:
         raise NestlingError(f"scaler is {scaler!r}: expected a torch.amp.GradScaler, or None")
 
 
-def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
-    """The losses as a list; raise unless they are one or more scalars that hang on a graph."""
+Losses = Iterable[Tensor | None] | Mapping[str, Tensor | None]  # None: the task is absent from this batch
+
+
+def arranged(losses: Losses, names: Sequence[str] | None) -> tuple[list[Tensor | None], Sequence[str] | None]:
+    """The losses as a checked list, and the names of the tasks: those of the first mapping, whose order holds from then on."""
+    if not isinstance(losses, Mapping):
+        return check_losses(losses), names
+    names = tuple(losses) if names is None else names
+    unknown = [name for name in losses if name not in names]
+    if unknown:
+        raise NestlingError(
+            f"losses has a task {unknown[0]!r} that was not there before: expected {join(list(map(str, names)))}; name every "
+            f"task at the first step, absent ones as None"
+        )
+    return check_losses([losses.get(name) for name in names]), names
+
+
+def check_losses(losses: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """The losses as a list; raise unless they are one or more scalars that hang on a graph, or None."""
     if isinstance(losses, Tensor):
         raise NestlingError(
             f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
             f"per task; a stacked vector of losses can be passed as list(losses)"
-        )
-    if isinstance(losses, Mapping):
-        raise NestlingError(
-            "losses is a mapping: expected a list with one scalar per task, whose places order and importance speak of; "
-            "pass list(losses.values())"
         )
     if isinstance(losses, nn.Module) or not isinstance(losses, Iterable):
         raise NestlingError(
@@ -129,7 +141,11 @@ def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
         )
     if not 1 <= len(losses) <= MOST_TASKS:
         raise NestlingError(f"found {len(losses)} losses: expected 1 to {MOST_TASKS}, one per task")
+    if all(loss is None for loss in losses):
+        raise NestlingError("every loss is None: expected at least one task that is there")
     for task, loss in enumerate(losses):
+        if loss is None:
+            continue
         if not isinstance(loss, Tensor):
             raise NestlingError(
                 f"the loss of task {task} is a {type(loss).__name__}: expected a scalar tensor "
@@ -148,10 +164,11 @@ def check_losses(losses: Iterable[Tensor]) -> list[Tensor]:
     return losses
 
 
-def nonfinite(losses: Sequence[Tensor]) -> list[int]:
+def nonfinite(losses: Sequence[Tensor | None]) -> list[int]:
     """The tasks whose loss is NaN or infinite. Waits for the device."""
-    finite = torch.stack([loss.detach().reshape(()).double() for loss in losses]).isfinite().tolist()
-    return [task for task, good in enumerate(finite) if not good]
+    there = [(task, loss) for task, loss in enumerate(losses) if loss is not None]
+    finite = torch.stack([loss.detach().reshape(()).double() for _, loss in there]).isfinite().tolist()
+    return [task for (task, _), good in zip(there, finite, strict=True) if not good]
 
 
 def nonfinite_losses(wrong: Sequence[int], tasks: int) -> NestlingError:

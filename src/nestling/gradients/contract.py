@@ -4,6 +4,7 @@ Every combiner of combiners/ is a Combiner, and so is any object of yours that h
 get all but one. TaskRows is what both kinds of rows offer: stored where owned (rows.py), or as a matrix (flat.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -80,6 +81,10 @@ class Combiner(Protocol[R_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell which epoch it is, counted from 0; for those whose priorities or chance follow from it."""
+        return None
+
+    def set_tasks(self, names: Sequence[str]) -> None:
+        """Tell the tasks' names, in the order of the losses; for those who may be told priorities by name."""
         return None
 
     @property

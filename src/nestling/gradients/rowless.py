@@ -81,9 +81,9 @@ class Layer:
         return made
 
 
-def find(losses: Sequence[Tensor], params: Sequence[Tensor], always: bool = False) -> list[Layer]:
+def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool = False) -> list[Layer]:
     """The layers to do without rows; with `always` whatever it costs."""
-    per_task = [reached([loss]) for loss in losses]
+    per_task = [reached([] if loss is None else [loss]) for loss in losses]
     users: dict[Any, list[Any]] = {}
     for above in dict.fromkeys(node for nodes in per_task for node in nodes):
         for following, _ in above.next_functions:

@@ -40,6 +40,13 @@ class Trained:
     def zeros(self, index: int, box: Box) -> Tensor:
         return self.params[index].new_zeros([stop - start for start, stop in box])
 
+    def fill_up(self, task: int, row: list[Tensor | None]) -> None:
+        """Zeros for a task that is absent, where it is known what it owns."""
+        if self.layout is not None:
+            for i, box in enumerate(self.layout.boxes[task]):
+                if box is not None and row[i] is None:
+                    row[i] = self.zeros(i, box)
+
     def agree(
         self, masks: list[int], stored: list[list[Tensor | None]], lone: bool, group: dist.ProcessGroup
     ) -> list[int]:

@@ -8,6 +8,7 @@ on the device, so that nothing is copied there during a step and a changed order
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from nestling.errors import NestlingError, nearest
 from nestling.gradients import SCOPES, Blocks, Combiner, TaskRows
 from nestling.gradients.combiners.report import Report
 
-Order = Sequence[int] | Callable[[int], Sequence[int]]
+Tasks = Sequence[int] | Sequence[str]
+Order = Tasks | Callable[[int], Tasks]
 
 
 class Weighted(Combiner[Report]):
@@ -88,8 +90,9 @@ class Weighted(Combiner[Report]):
 class Prioritised(Weighted):
     """A combiner with a priority order and a scope.
 
-    `order`: task numbers from 0, most important first, or a function of the epoch that gives them (then call
-    `set_epoch` at the start of each epoch); default: as the losses come. `scope`: what a projection sees.
+    `order`: task numbers from 0, most important first; or their names, where losses come by name; or a function of the
+    epoch that gives them (then call `set_epoch` at the start of each epoch); default: as the losses come. `scope`: what a
+    projection sees.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Prioritised(Weighted):
             )
         self.scope = scope
         self.epoch = 0
+        self._names: tuple[str, ...] = ()
         self.order = order
 
     @property
@@ -110,8 +114,8 @@ class Prioritised(Weighted):
 
     @order.setter
     def order(self, order: Order | None) -> None:
-        self._order = order if order is None or callable(order) else _whole_numbers(order)
-        if isinstance(self._order, tuple):
+        self._order = order if order is None or callable(order) else _as_tuple(order)
+        if isinstance(self._order, tuple) and not _by_name(self._order):
             _check_order(self._order, len(self._order))
         self._tell("order", self.priority)
 
@@ -121,13 +125,29 @@ class Prioritised(Weighted):
         self.epoch = epoch
         self._tell("order", self.priority)
 
+    def set_tasks(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._tell("order", self.priority)
+
     def priority(self, tasks: int) -> tuple[int, ...]:
         """The order of this epoch for a number of tasks, checked."""
         if self.order is None:
             return tuple(range(tasks))
-        order = _whole_numbers(self.order(self.epoch)) if callable(self.order) else tuple(self.order)
+        order: tuple[Any, ...] = _as_tuple(self.order(self.epoch)) if callable(self.order) else tuple(self.order)
+        if _by_name(order):
+            order = self._numbered(order)
         _check_order(order, tasks)
         return order
+
+    def _numbered(self, order: Sequence[str]) -> tuple[int, ...]:
+        unknown = [name for name in order if name not in self._names]
+        if unknown:
+            known = f"the losses' names are {', '.join(self._names)}" if self._names else "the losses have no names"
+            raise NestlingError(
+                f"order names a task {unknown[0]!r}, but {known}: pass the losses as a dict from name to loss, with every "
+                f"task that the order names (None where it is absent)"
+            )
+        return tuple(self._names.index(name) for name in order)
 
     def rank(self, gram: Tensor) -> Tensor | None:
         """The order as an index tensor beside `gram`; None when it is the order of the losses for good."""
@@ -163,14 +183,20 @@ def _numbers(importance: Sequence[float]) -> tuple[float, ...]:
     return found
 
 
-def _whole_numbers(order: Sequence[int]) -> tuple[int, ...]:
+def _as_tuple(order: Tasks) -> tuple[Any, ...]:
+    """Tasks as numbers, or as names."""
     try:
-        return tuple(operator.index(task) for task in order)
+        found = tuple(order)
+        return found if found and _by_name(found) else tuple(operator.index(task) for task in found)  # type: ignore[arg-type]
     except TypeError as error:
         raise NestlingError(
-            f"order is {order!r}: expected the tasks from 0, most important first, such as [0, 1, 2], or a function of "
-            f"the epoch"
+            f"order is {order!r}: expected the tasks from 0, most important first, such as [0, 1, 2], their names, or a "
+            f"function of the epoch"
         ) from error
+
+
+def _by_name(order: Sequence[object]) -> bool:
+    return all(isinstance(task, str) for task in order) and len(order) > 0
 
 
 def _check_order(order: Sequence[int], tasks: int) -> None:
