@@ -28,12 +28,10 @@ def reference() -> str:
     import nestling
 
     parts = []
-    for name in nestling.EXPORTS:
+    for name in nestling.__all__:
         found = getattr(nestling, name)
-        home = getattr(found, "__module__", None) or nestling.EXPORTS[name]
-        path = (
-            f"{home}.{getattr(found, '__qualname__', name)}" if callable(found) else f"{nestling.EXPORTS[name]}.{name}"
-        )
+        home = found.__module__ if callable(found) else nestling._ROOM_OF[name]
+        path = f"{home}.{getattr(found, '__qualname__', name)}"
         parts.append(f"\n\n::: {path}\n")
     return "\n\n## Reference\n" + "".join(parts)
 

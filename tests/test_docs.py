@@ -90,7 +90,7 @@ def test_code_blocks_run_one_after_another(page: Path, tmp_path: Path) -> None:
 
 def test_every_public_name_is_listed_and_no_other() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(nestling.EXPORTS)
+    assert sorted(listed) == sorted(nestling.__all__)
 
 
 def test_the_readme_is_short() -> None:

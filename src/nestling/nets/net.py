@@ -7,7 +7,7 @@ passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is th
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ def attach(root: nn.Module, path: str, layer: nn.Module | None) -> None:
 
 class NestedNet(nn.Module):
     """A network of nested subnetworks D_1 ⊂ ... ⊂ D_n, made from a plan."""
+
+    if TYPE_CHECKING:  # torch declares that to call a module gives Any
+
+        def __call__(self, x: Tensor) -> tuple[Tensor, ...]: ...
 
     def __init__(self, plan: Plan, modules: Mapping[str, nn.Module] | None = None) -> None:
         """`modules` holds the modules of `Module` operations (activations, dropout, ...) by node name."""
@@ -151,6 +155,10 @@ class NestedNet(nn.Module):
 
 class Alone(nn.Module):
     """A nested network of one answer, as an ordinary module: logits out."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def __init__(self, net: NestedNet) -> None:
         super().__init__()

@@ -163,14 +163,22 @@ class Plan:
 
     def params(self, stage: int) -> int:
         """Parameters of the anytime network up to `stage`, the heads of earlier stages included."""
-        return sum(self.new_params(s) for s in range(1, stage + 1))
+        return sum(self.new_params(s) for s in self._until(stage))
 
     def macs(self, stage: int) -> int:
         """MACs spent when the answer of `stage` is out, those of the earlier answers included."""
-        return sum(self.new_macs(s) for s in range(1, stage + 1))
+        return sum(self.new_macs(s) for s in self._until(stage))
+
+    def _until(self, stage: int) -> range:
+        """The stages up to this one, which count from 1; tasks, places among the heads, count from 0."""
+        if not 1 <= stage <= self.stages:
+            raise NestlingError(f"{self.name} has no stage {stage}; its stages are 1 to {self.stages}")
+        return range(1, stage + 1)
 
     def task_params(self, task: int) -> int:
         """d_s: how many parameter entries the loss of one task depends on."""
+        if not 0 <= task < len(self.heads):
+            raise NestlingError(f"{self.name} has no task {task}; its tasks are 0 to {len(self.heads) - 1}")
         return sum(
             self.row_params(n, r)
             for n in self.nodes

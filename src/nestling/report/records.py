@@ -77,7 +77,7 @@ class Run:
     def curve(self) -> dict[str, Any]:
         """Errors under deadlines against the independent nets, measured while the machine was more and less busy
         (benchmarks/deadlines.py curve); {} = not measured."""
-        return told(self.folder, CURVE)
+        return self.folder.read_facts(CURVE)
 
     @cached_property
     def answers(self) -> Answers | None:
@@ -101,18 +101,10 @@ def read(path: str | Path) -> Run:
     return Run(
         folder,
         folder.read_recipe(),
-        told(folder, PROVENANCE),
+        folder.read_facts(PROVENANCE),
         tuple(folder.read_log()),
-        told(folder, RESULTS),
+        folder.read_facts(RESULTS),
     )
-
-
-def told(folder: RunDir, name: str) -> dict[str, Any]:
-    """What a JSON file of the run says; {} = it has none."""
-    found = folder.read_json(name) if folder.has(name) else {}
-    if not isinstance(found, dict):
-        raise NestlingError(f"{folder.path / name} holds no JSON object but {found!r:.40}; {folder.remedy(name)}")
-    return found
 
 
 def find(paths: Sequence[str | Path]) -> list[Run]:

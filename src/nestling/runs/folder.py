@@ -80,7 +80,7 @@ class RunDir:
                 raise NestlingError(
                     f"{run.path} already holds a run ({name} is there); resume it, choose another folder or delete it"
                 )
-        folder = run.to_write("")
+        folder = run._to_write("")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name in (RECIPE, PROVENANCE, LOG):
@@ -113,7 +113,7 @@ class RunDir:
         """Whether it is one of the trained networks that come with nestling: these are read and never written."""
         return self.path.resolve().parent == SHIPPED.resolve()
 
-    def to_write(self, name: str) -> Path:
+    def _to_write(self, name: str) -> Path:
         """Where to write a file of this run; "" is its folder."""
         if self.comes_with_us:
             raise NestlingError(
@@ -123,7 +123,7 @@ class RunDir:
 
     def hold(self) -> None:
         """Until `release`, or until this process ends, no other process holds this folder."""
-        folder = self.to_write("")
+        folder = self._to_write("")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.lock = Lock(folder)
@@ -176,7 +176,7 @@ class RunDir:
 
     def append_log(self, line: Mapping[str, Any]) -> None:
         """Add one line. Call it before save_checkpoint: resuming can cut a line but not invent one."""
-        path = self.to_write(LOG)
+        path = self._to_write(LOG)
         text = (to_text(line, indent=None) + "\n").encode()
         with saying(path, len(text), "the lines before it are unchanged"), open(path, "ab") as file:
             end = len(whole_lines(path.read_bytes()))
@@ -209,7 +209,7 @@ class RunDir:
         """Keep only lines up to and including this epoch, so that the log and the checkpoint agree."""
         kept = [line for line in self.read_log() if line["epoch"] <= epoch]
         text = "".join(to_text(line, indent=None) + "\n" for line in kept)
-        write_atomically(self.to_write(LOG), text.encode())
+        write_atomically(self._to_write(LOG), text.encode())
 
     # Tensors
 
@@ -245,13 +245,13 @@ class RunDir:
         }
         text = json.dumps(plain(meta or {}), sort_keys=True)
         header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
-        write_atomically(self.to_write(name), in_order(safetensors.torch.save(copies, metadata=header)))
+        write_atomically(self._to_write(name), in_order(safetensors.torch.save(copies, metadata=header)))
 
     def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors (on the CPU) and meta of a file that save_tensors wrote; anything else is refused."""
         path = self.path / name
         if path.exists() and not path.is_file():  # a pipe may never end
-            raise NestlingError(f"{path} is a folder, pipe or device, expected a file; {self.remedy(name)}")
+            raise NestlingError(f"{path} is a folder, pipe or device, expected a file; {self._remedy(name)}")
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
@@ -262,21 +262,21 @@ class RunDir:
             raise NestlingError(f"cannot read {path}: {error}") from error
         except Exception as error:  # safetensors' own error, or JSON or UTF-8 trouble in a spoilt header
             raise NestlingError(
-                f"{path} is truncated, damaged or no safetensors file ({error}); {self.remedy(name)}"
+                f"{path} is truncated, damaged or no safetensors file ({error}); {self._remedy(name)}"
             ) from error
         if header.get("nestling") != name or header.get("format") != FORMAT:
             kind = f"{header.get('nestling', 'foreign')!r}, format {header.get('format', 'none')!r}"
             raise NestlingError(
-                f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {self.remedy(name)}"
+                f"{path} is not ours: found {kind}, expected {name!r}, format {FORMAT!r}; {self._remedy(name)}"
             )
         if header.get("sha256") != checksum(name, tensors, header.get("meta", "")):
-            raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {self.remedy(name)}")
+            raise NestlingError(f"{path} is damaged: its contents do not match its checksum; {self._remedy(name)}")
         return tensors, from_text(header["meta"])
 
     # Everything else
 
     def write_json(self, name: str, value: Any) -> None:
-        write_atomically(self.to_write(name), (to_text(value) + "\n").encode())
+        write_atomically(self._to_write(name), (to_text(value) + "\n").encode())
 
     def read_json(self, name: str) -> Any:
         path = self.path / name
@@ -287,9 +287,16 @@ class RunDir:
         except OSError as error:
             raise NestlingError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
-            raise NestlingError(f"{path} is not JSON ({error}); {self.remedy(name)}") from error
+            raise NestlingError(f"{path} is not JSON ({error}); {self._remedy(name)}") from error
 
-    def remedy(self, name: str) -> str:
+    def read_facts(self, name: str) -> dict[str, Any]:
+        """What a JSON file of facts by name says; {} where there is no such file."""
+        found = self.read_json(name) if self.has(name) else {}
+        if not isinstance(found, dict):
+            raise NestlingError(f"{self.path / name} holds no JSON object but {found!r:.40}; {self._remedy(name)}")
+        return found
+
+    def _remedy(self, name: str) -> str:
         """What to do about a damaged file of this run."""
         if self.comes_with_us:
             return "install nestling again"

@@ -34,7 +34,7 @@ class OpenedRun(RunDir):
     @cached_property
     def results(self) -> dict[str, Any]:
         """What results.json says; {} where the run has not been evaluated."""
-        return dict(self.read_json(RESULTS)) if self.has(RESULTS) else {}
+        return self.read_facts(RESULTS)
 
     @cached_property
     def known(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class OpenedRun(RunDir):
         if len(shapes.get("logits", ())) != 3 or shapes.get("labels") != shapes["logits"][1:2]:
             raise NestlingError(
                 f"{self.path / OUTPUTS} holds {shapes}; expected logits (stages, N, classes) and labels (N); "
-                f"{self.remedy(OUTPUTS)}"
+                f"{self._remedy(OUTPUTS)}"
             )
         return {"logits": tensors["logits"].float(), "labels": tensors["labels"].long()}
 

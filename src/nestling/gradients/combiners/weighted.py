@@ -202,5 +202,6 @@ def _by_name(order: Sequence[object]) -> bool:
 def _check_order(order: Sequence[int], tasks: int) -> None:
     if sorted(order) != list(range(tasks)):
         raise NestlingError(
-            f"order is {list(order)}: expected a permutation of the tasks 0 to {tasks - 1}, most important first"
+            f"order is {list(order)}: expected a permutation of the tasks 0 to {tasks - 1}, most important first "
+            "(stages, as in strategy.order of a recipe, count from 1, tasks from 0)"
         )
