@@ -314,15 +314,30 @@ def test_hooks_are_refused(kind: str) -> None:
         nest(module, "w", shape=IMAGE)
 
 
-@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "prune"])
-def test_weights_that_hooks_make_are_refused(norm: str) -> None:
-    module = plain(nn.ReLU())
-    if norm == "prune":
+def weighted(how: str) -> nn.Sequential:
+    module = plain(nn.ReLU(), nn.Conv2d(8, 8, 1)).double()
+    if how == "prune":
         prune.l1_unstructured(module[0], "weight", 0.5)
+        prune.ln_structured(module[2], "weight", 0.25, 2, 0)
     else:
-        getattr(nn.utils, norm)(module[0])
-    with pytest.raises(NestlingError, match=r"cannot nest 0 \(Conv2d\): it has a hook"):
-        nest(module, "w", shape=IMAGE)
+        place: Any = nn.utils.parametrizations if how.startswith("new") else nn.utils
+        getattr(place, how.removeprefix("new "))(module[0])
+        getattr(place, how.removeprefix("new "))(module[2])
+    module(torch.randn(2, *IMAGE, dtype=torch.float64))
+    return module
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "new weight_norm", "new spectral_norm", "prune"])
+def test_weights_made_of_others_are_taken_as_they_are(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = weighted(how), torch.randn(2, *IMAGE, dtype=torch.float64)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    net = nest(module, "", shape=IMAGE)
+    assert "the weights of ['0', '2'] are made of others" in caplog.text
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert net.layer("0").weight.requires_grad and len(net.state_dict()) == 6
+    with torch.no_grad():
+        assert torch.allclose(net.eval()(x)[0], module.eval()(x))
+        assert torch.allclose(nestling.exits(module, ("0",), IMAGE).eval()(x)[-1], module(x))
 
 
 class Named(nn.Module):

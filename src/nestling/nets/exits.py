@@ -19,6 +19,7 @@ from nestling.nets.ops import BatchNorm, Conv, Linear, Map, Mean, Opaque
 from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading.assemble import Assembled, built, fitted
+from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import Reader, read_whole
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import BATCHES, Shape, path_of
@@ -62,7 +63,7 @@ def exits(
     if not isinstance(module, nn.Module):
         raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
     check(at, head, width, net)
-    reader = read_whole(module, shape, net)
+    reader = read_whole(baked(module, net)[0], shape, net)
     places = chosen(reader, at, net)
     with torch.random.fork_rng(devices=[]):  # torch draws weights for every new layer
         made = drawn(reader, places, head, width, net)
@@ -73,6 +74,10 @@ def exits(
     for layer in found.backbone:
         found.layer(layer).requires_grad_(False)
     found.reset(generator if generator is not None else torch.Generator().manual_seed(0))
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(0))
+    for node in found.plan.nodes:
+        if node.op.layered and node.name not in found.backbone:
+            found.layer(node.name).to(device=like.device, dtype=like.dtype)
     prove(module, found, shape, net)
     return found.train(module.training)
 

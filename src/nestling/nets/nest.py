@@ -16,6 +16,7 @@ from nestling.nets.births import grow
 from nestling.nets.net import NestedNet
 from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
+from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import read
 from nestling.nets.reading.trace import Shape
 
@@ -46,6 +47,9 @@ def nest(
             f"{net}: a module of its own is nested in width only, but the growth order {growth!r} adds depth. "
             'Use "w" for every stage, for example "w,w".'
         )
+    module, made_of_others = baked(module, net)
+    if made_of_others:
+        LOG.warning("%s: the weights of %s are made of others; the nest has them as they are now", net, made_of_others)
     sketch = read(module, shape, net)
     if sketch.dropped:
         unused = sorted({path.split(".")[0] for path in sketch.dropped})

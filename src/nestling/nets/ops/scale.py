@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nestling.nets.ops import lazy
 from nestling.nets.ops.batchnorm import Affine
 from nestling.nets.ops.frozen import Op
 from nestling.nets.ops.operation import Operation, Size
@@ -40,10 +41,8 @@ class Scale(Operation):
             layer.reset_parameters()
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        import torch
-
         assert weight is not None
-        out: Tensor = getattr(torch, self.function)(reads[0], weight.view(-1, *[1] * (reads[0].dim() - 2)))
+        out: Tensor = getattr(lazy.torch, self.function)(reads[0], weight.view(-1, *[1] * (reads[0].dim() - 2)))
         return out
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
@@ -56,10 +55,8 @@ class Scale(Operation):
 
     def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
         """A scale and a shift, in float64 until they are folded into a neighbour."""
-        import torch
-
         assert cut is not None
         number = layer.weight.detach().cpu()[cut.rows].double()
-        one, zero = torch.ones_like(number), torch.zeros_like(number)
+        one, zero = lazy.torch.ones_like(number), lazy.torch.zeros_like(number)
         forms = {"add": (one, number), "sub": (one, -number), "mul": (number, zero), "div": (1 / number, zero)}
         return [Op(Affine(), out, reads, shape, *forms[self.function])]
