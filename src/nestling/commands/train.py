@@ -30,7 +30,7 @@ def command(
 
     Recipes: digits-width, digits-even, digits-depth, digits-alternate, digits-together, digits-cascade; the paper's
     cifar10-width, cifar10-even, cifar10-depth, cifar10-alternate, cifar10-together, cifar10-cascade, imagenet-width,
-    imagenet-depth.
+    imagenet-depth; and those on Tiny ImageNet: tiny-width, tiny-depth.
 
     Args:
         recipe: a recipe's name, or a recipe.json; not needed with --resume.

@@ -1,4 +1,4 @@
-"""Data sets by name, as batches on the device: digits, CIFAR-10, folders of images, synthetic ones.
+"""Data sets by name, as batches on the device: digits, CIFAR-10, Tiny ImageNet, folders, synthetic ones.
 
 Comes in: a DataRecipe and a device. Goes out: a DataSet, whose splits yield (x normalised, y). Knows no
 network.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nestling.data import cifar10, digits, image_folder, synthetic
+from nestling.data import cifar10, digits, image_folder, synthetic, tiny_imagenet
 from nestling.data.dataset import DataSet
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError, nearest
@@ -19,6 +19,7 @@ __all__ = ["DATASETS", "DataSet", "MemorySplit", "Split", "load"]
 DATASETS: dict[str, Callable[[DataRecipe, torch.device | str], DataSet]] = {
     "digits": digits.load,
     "cifar10": cifar10.load,
+    "tiny-imagenet": tiny_imagenet.load,
     "folder": image_folder.load,
     "synthetic": synthetic.load,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import RECIPE
-from nestling.recipes import cifar10, digits, imagenet
+from nestling.recipes import cifar10, digits, imagenet, tiny
 from nestling.recipes.recipe import Recipe, from_json
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -26,6 +26,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "cifar10-cascade": cifar10.cascade,
     "imagenet-width": imagenet.width,
     "imagenet-depth": imagenet.depth,
+    "tiny-width": tiny.width,
+    "tiny-depth": tiny.depth,
 }
 
 

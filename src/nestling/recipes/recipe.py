@@ -69,7 +69,7 @@ class Section:
 class DataRecipe(Section):
     """The images of a run: which data set, from where, and what is held out."""
 
-    name: Literal["digits", "cifar10", "folder", "synthetic"] = "digits"
+    name: Literal["digits", "cifar10", "tiny-imagenet", "folder", "synthetic"] = "digits"
     root: str = ""  # where the files are; empty = the data set's usual place
     validation: Count = 0  # images held out of training; > 0 = evaluate on them instead of the test split
     limit: Count = 0  # only the first N training images of the fixed shuffle; 0 = all

@@ -1,0 +1,146 @@
+"""Tiny ImageNet in its own layout: decoded once into mapped pixels, whole or not at all, and trained from the command line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nestling.commands import data as data_command
+from nestling.commands import train as train_command
+from nestling.data import MemorySplit, load, tiny_imagenet
+from nestling.data.dataset import channel_statistics
+from nestling.errors import NestlingError
+from nestling.recipes.recipe import DataRecipe
+
+CLASSES = ("n01443537", "n01629819", "n01641577", "n01644900")
+WORDS = ("goldfish, Carassius auratus", "European fire salamander", "frog, bullfrog", "frog, tailed")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four classes of six pictures, one of them grey, and eight to test on."""
+    chance = np.random.RandomState(0)
+    for name in CLASSES:
+        here = tmp_path / "train" / name / "images"
+        here.mkdir(parents=True)
+        for i in range(6):
+            shape = (64, 64) if i == 5 else (64, 64, 3)
+            Image.fromarray(chance.randint(0, 256, shape, dtype=np.uint8)).save(here / f"{name}_{i}.JPEG")
+        (here.parent / f"{name}_boxes.txt").write_text("n_0.JPEG\t0\t0\t1\t1\n")
+    (tmp_path / "val" / "images").mkdir(parents=True)
+    lines = []
+    for i in range(8):
+        Image.fromarray(chance.randint(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / f"val/images/val_{i}.JPEG")
+        lines.append(f"val_{i}.JPEG\t{CLASSES[(3 * i) % 4]}\t0\t32\t44\t62\n")
+    (tmp_path / "val" / "val_annotations.txt").write_text("".join(lines))
+    spoken = [f"{number}\t{words}\n" for number, words in zip(CLASSES, WORDS, strict=True)]
+    (tmp_path / "words.txt").write_text("n00001740\tentity\n" + "".join(spoken))
+    return tmp_path
+
+
+def recipe(root: Path) -> DataRecipe:
+    return DataRecipe(name="tiny-imagenet", root=str(root))
+
+
+def test_every_picture_is_there_once_with_its_label(root: Path) -> None:
+    found = data_command.command("tiny-imagenet", root=str(root))
+    assert (found["train"], found["test"], found["shape"]) == (24, 8, [3, 64, 64])
+    assert found["classes"] == ["goldfish", "European fire salamander", "frog, bullfrog", "frog, tailed"]
+    assert found["per_class"] == {"train": [6] * 4, "test": [2] * 4}
+    data = load(recipe(root))
+    assert isinstance(data.train, MemorySplit) and isinstance(data.test, MemorySplit)
+    assert (data.train.pad, data.train.flip, data.test.pad) == (8, True, 0)
+    for index in (0, 5, 17):
+        path = root / "train" / CLASSES[index // 6] / "images" / f"{CLASSES[index // 6]}_{index % 6}.JPEG"
+        pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+        assert torch.equal(data.train.images[index], pixels) and int(data.train.labels[index]) == index // 6
+    assert data.test.labels.tolist() == [(3 * i) % 4 for i in range(8)]
+    mean, std = channel_statistics(data.train.images)
+    assert data.mean == pytest.approx(mean) and data.std == pytest.approx(std)
+
+
+def test_a_second_call_decodes_nothing_and_the_pixels_are_mapped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    tiny_imagenet.prepare(str(root), tell=lambda done, many: told.append((done, many)))
+    assert told == [(24, 32), (32, 32)]
+    monkeypatch.setattr(tiny_imagenet, "picture", lambda path: pytest.fail("decoded twice"))
+    tiny_imagenet.prepare(str(root))
+    images = load(recipe(root)).train
+    assert isinstance(images, MemorySplit)
+    images.images[0].zero_()  # a copy of the page, not the file
+    again = load(recipe(root)).train
+    assert isinstance(again, MemorySplit) and bool(again.images[0].any())
+
+
+def test_stopped_half_way_it_is_not_prepared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture, left = tiny_imagenet.picture, [27]  # within the second part
+
+    def lost(path: str) -> np.ndarray:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return picture(path)
+
+    monkeypatch.setattr(tiny_imagenet, "picture", lost)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_imagenet.prepare(str(root), workers=1)
+    with pytest.raises(NestlingError, match=r"not prepared.*nestling data tiny-imagenet --root"):
+        load(recipe(root))
+    assert not list(root.glob(".*.tmp"))
+    monkeypatch.setattr(tiny_imagenet, "picture", picture)
+    tiny_imagenet.prepare(str(root))
+    assert len(load(recipe(root)).test) == 8
+
+
+def test_what_is_not_its_layout_is_refused(root: Path) -> None:
+    with pytest.raises(NestlingError, match="no folder was named"):
+        tiny_imagenet.prepare("")
+    odd = root / "train" / CLASSES[0] / "images" / "odd.JPEG"
+    Image.new("RGB", (65, 64)).save(odd)
+    with pytest.raises(NestlingError, match=r"odd\.JPEG is 65x64"):
+        tiny_imagenet.prepare(str(root))
+    odd.write_bytes(b"no picture")
+    with pytest.raises(NestlingError, match=r"cannot read the picture .*odd\.JPEG"):
+        tiny_imagenet.prepare(str(root))
+    odd.unlink()
+    listed = root / "val" / "val_annotations.txt"
+    text = listed.read_text()
+    for wrong in ("val_0.JPEG\tn99\t0\n", "../x.JPEG\tn01443537\t0\n"):
+        listed.write_text(text + wrong)
+        with pytest.raises(NestlingError, match="line 9 is"):
+            tiny_imagenet.prepare(str(root))
+    listed.unlink()
+    with pytest.raises(NestlingError, match="own layout"):
+        tiny_imagenet.prepare(str(root))
+
+
+def test_damaged_caches_are_refused(root: Path) -> None:
+    tiny_imagenet.prepare(str(root))
+    pixels = root / tiny_imagenet.PIXELS["train"]
+    whole = pixels.read_bytes()
+    np.save(pixels, np.zeros((3, 3, 64, 64), np.uint8))
+    with pytest.raises(NestlingError, match="expected uint8 \\(24, 3, 64, 64\\)"):
+        load(recipe(root))
+    pixels.write_bytes(whole[:1000])
+    with pytest.raises(NestlingError, match="cannot read"):
+        load(recipe(root))
+    pixels.write_bytes(whole)
+    (root / tiny_imagenet.ABOUT).write_text("{}")
+    with pytest.raises(NestlingError, match="is damaged"):
+        load(recipe(root))
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("tiny-width", ("network.widths=32,64", "network.blocks=1,1")), ("tiny-depth", ("network.widths=4,8", "network.blocks=4,4")),
+])  # fmt: skip
+def test_both_recipes_train_from_the_command_line(
+    root: Path, tmp_path: Path, name: str, settings: tuple[str, ...]
+) -> None:
+    data_command.command("tiny-imagenet", root=str(root))
+    quick = (f"data.root={root}", "train.epochs=1", "train.batch=8", "train.precision=float32")
+    found = train_command.command(name, out=str(tmp_path / "run"), set=(*quick, *settings), quiet=True)
+    assert [stage["stage"] for stage in found["stages"]] == [1, 2, 3] and found["data"] == "tiny-imagenet"
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == name
