@@ -54,7 +54,7 @@ def test_the_papers_numbers_are_all_there() -> None:
 
 def test_every_row_of_the_papers_tables_has_a_recipe() -> None:
     for network in {network for network, _, _ in published()}:
-        [recipe] = [named(table[network]) for table in TABLES.values() if network in table]
+        [recipe] = [named(table[network]) for name, table in TABLES.items() if network in table and name != "tiny"]
         stages = {stage for name, _, stage in published() if name == network}
         assert recipe.network.name == network and stages == set(plan(recipe.network).answering)
     strategies = {strategy.partition(" ")[0] for _, strategy, _ in published()}

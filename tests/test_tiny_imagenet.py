@@ -9,10 +9,14 @@ import torch
 from PIL import Image
 
 from nestling.commands import data as data_command
+from nestling.commands import paper as paper_command
 from nestling.commands import train as train_command
 from nestling.data import MemorySplit, load, tiny_imagenet
 from nestling.data.dataset import channel_statistics
 from nestling.errors import NestlingError
+from nestling.paper.grid import recipe_of
+from nestling.paper.results import read_results
+from nestling.paper.tables import tables
 from nestling.recipes.recipe import DataRecipe
 
 CLASSES = ("n01443537", "n01629819", "n01641577", "n01644900")
@@ -144,3 +148,24 @@ def test_both_recipes_train_from_the_command_line(
     found = train_command.command(name, out=str(tmp_path / "run"), set=(*quick, *settings), quiet=True)
     assert [stage["stage"] for stage in found["stages"]] == [1, 2, 3] and found["data"] == "tiny-imagenet"
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == name
+
+
+def test_its_part_of_the_grid_stands_beside_no_number_of_the_papers(root: Path, tmp_path: Path) -> None:
+    """The paper's numbers of the same networks are ImageNet's."""
+    data_command.command("tiny-imagenet", root=str(root))
+    quick = (f"data.root={root}", "train.epochs=1", "train.batch=8", "train.precision=float32", "network.widths=32,64")
+    found = paper_command.command(
+        "tiny", network=("width-resnet50",), strategy=("sgd",), set=(*quick, "network.blocks=1,1"), out=str(tmp_path / "runs"),
+        results=str(tmp_path / "results"),
+    )  # fmt: skip
+    [folder] = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("tiny-width-resnet50-sgd-")
+    assert [(row["stage"], row["paper"], row["beyond"]) for row in found["rows"]] == [
+        (s, None, False) for s in (1, 2, 3)
+    ]
+    assert [Path(path).name.startswith("tiny-imagenet-") for path in found["results"]] == [True]
+    [row, *_] = read_results(str(tmp_path / "results"))
+    assert recipe_of(row).data.name == "tiny-imagenet" and row["train"].startswith("nestling train tiny-width")
+    assert "paper" not in "".join(
+        cell.small for table in tables(found["rows"], [], ["width-resnet50"]) for line in table.rows for cell in line
+    )

@@ -40,10 +40,10 @@ def command(
     """Train a part of the paper's grid (skipping what is finished), or draw its tables and figures from what there is.
 
     Args:
-        part: table1, table2, table3, scopes (osgd's four), priorities (four orders), digits (a small grid); all trains what
-            is missing of CIFAR-10, most valuable first, and counts rows of results whose run folders are gone; figures
-            draws all tables and figures, findings writes the tables of docs/findings.md from the results, profile measures
-            the latency of every network that has a finished run.
+        part: table1, table2, table3, tiny (table 3 on Tiny ImageNet), scopes (osgd's four), priorities (four orders), digits
+            (a small grid); all trains what is missing of CIFAR-10, most valuable first, and counts rows of results whose run
+            folders are gone; figures draws all tables and figures, findings writes the tables of docs/findings.md from the
+            results, profile measures the latency of every network that has a finished run.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
             all but alone-norm, which is independent nets with normalised gradients.

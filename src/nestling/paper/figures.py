@@ -16,7 +16,7 @@ from nestling.paper.deadlines import read_studies, store_studies, view_rows
 from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.paper.lent import lent
 from nestling.paper.pictures import VIEWS
-from nestling.paper.results import INDEPENDENT, SAME_RUN, Row, collect, compare, less, merged, read_results
+from nestling.paper.results import INDEPENDENT, SAME_RUN, TINY, Row, collect, compare, less, merged, read_results
 from nestling.paper.statistics import label
 from nestling.paper.tables import LEGEND, coverage_table, missing, tables
 from nestling.recipes.recipe import show
@@ -38,10 +38,10 @@ def draw(
     if data not in VIEWS:
         raise NestlingError(f"there are no figures of {data!r}; did you mean {nearest(data, VIEWS)}?")
     names = tuple(names) or SHOWN
-    parts = [part for part in TABLES if (part == "digits") == (data == "digits")]
+    parts = [part for part in TABLES if (part == "digits") == (data == "digits") and part != "tiny"]
     folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
     rows = merged(read_results(results), collect(folders))
-    shared = [{**row, "changes": less(row["changes"], settings)} for row in rows]
+    shared = [{**row, "changes": less(row["changes"], settings)} for row in rows if row.get("data") != TINY]
     rows = lent([row for row in shared if row["changes"] is not None], parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]
     refuse_unknown(names, means)
@@ -85,7 +85,7 @@ def runs_behind(rows: Sequence[Row], networks: Sequence[str]) -> int:
     """How many runs of these networks the rows come from; an independent net has one row."""
     own = [row for row in rows if row["changes"] is not None and row["network"] in networks]
     keys = [key for key in SAME_RUN if key != "stage"]
-    return len({(*(row[key] for key in keys), row["strategy"] in INDEPENDENT and row["stage"]) for row in own})
+    return len({(*(row.get(key) for key in keys), row["strategy"] in INDEPENDENT and row["stage"]) for row in own})
 
 
 def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:

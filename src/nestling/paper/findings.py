@@ -15,9 +15,9 @@ from nestling.paper.deadlines import read_studies
 from nestling.paper.everything import CIFAR10, everything, missing_jobs
 from nestling.paper.grid import recipe_of
 from nestling.paper.lent import lent
-from nestling.paper.results import INDEPENDENT, Row, compare, read_results
+from nestling.paper.results import INDEPENDENT, TINY, Row, compare, read_results
 from nestling.paper.statistics import image_error
-from nestling.paper.tables import coverage_table, network_table
+from nestling.paper.tables import coverage_table, network_table, variants_table
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
 
@@ -39,7 +39,7 @@ def write_findings(results: str, page: str) -> dict[str, str]:
 
 def filled(text: str, results: str) -> str:
     """The page with its marked parts made from the results."""
-    rows = lent(read_results(results), TABLES)
+    rows = lent([row for row in read_results(results) if row.get("data") != TINY], TABLES)
     studies = [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)]
     parts: dict[str, Callable[[], str]] = {
         "claims": lambda: table_text(claims_table(claims(rows, studies))),
@@ -74,7 +74,7 @@ def usual(rows: Sequence[Row]) -> list[Row]:
 
 def variant_table(rows: Sequence[Row], network: str) -> Table | None:
     found = variants(rows, network)
-    return network_table(network, found, beside=False) if found else None
+    return variants_table(network, found) if found else None
 
 
 def variants(rows: Sequence[Row], network: str) -> list[Row]:

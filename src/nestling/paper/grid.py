@@ -16,7 +16,7 @@ import torch
 from nestling.errors import NestlingError, nearest
 from nestling.files import RESULTS
 from nestling.nets import plan
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
@@ -32,6 +32,7 @@ TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe
         "together-sparse98": "cifar10-together",
     },
     "table2": {"cascade-sparse98": "cifar10-cascade", "even-resnet42": "cifar10-even"},
+    "tiny": {"width-resnet50": "tiny-width", "depth-sparse66": "tiny-depth"},  # table 3 at a size we can run
     "table3": {"width-resnet50": "imagenet-width", "depth-sparse66": "imagenet-depth"},
     "digits": {
         f"{kind}-digits": f"digits-{kind}" for kind in ("width", "depth", "even", "cascade", "alternate", "together")
@@ -130,7 +131,8 @@ def run_name(recipe: Recipe) -> str:
     settings = [each.partition("=") for each in changes(recipe).split()]
     changed = [f"{key.rpartition('.')[2]}-{re.sub('[^A-Za-z0-9.]+', '_', value)}" for key, _, value in settings]
     kind = f"{strategy_name(recipe)}{recipe.network.alone or ''}"
-    return "-".join([recipe.network.name, kind, *changed, f"seed{recipe.train.seed}"])
+    tiny = ["tiny"] if recipe.data.name == TINY else []  # whose networks are ImageNet's, too
+    return "-".join([*tiny, recipe.network.name, kind, *changed, f"seed{recipe.train.seed}"])
 
 
 @cache
@@ -149,6 +151,8 @@ def recipe_of(row: Row) -> Recipe:
     alone = row["strategy"] in INDEPENDENT
     name = {ALONE: "sgd", ALONE_NORM: "normsgd"}.get(row["strategy"], row["strategy"])
     recipes = {network: recipe for table in TABLES.values() for network, recipe in table.items()}
+    if row.get("data") == TINY:
+        recipes = TABLES["tiny"]
     settings = [f"network.alone={row['stage'] if alone else 0}", f"strategy.name={name}", *row["changes"].split()]
     return override(named(recipes[row["network"]]), [*settings, f"train.seed={row['seed']}"])
 

@@ -30,7 +30,8 @@ WHOLE = ("seed", "stage", "macs", "params", "epochs", "batch", "n")
 DECIMAL = ("error", "top5", "loss", "ece", "weight_decay")
 NEEDED = {"network", "strategy", "seed", "stage", "size", "error", "macs", "epochs"}  # of a file of such rows
 NORM_FIELDS = {"strategy.constant", "strategy.literal"}
-SAME_RUN = ("network", "strategy", "changes", "epochs", "seed", "stage", "device", "commit")
+TINY = "tiny-imagenet"  # the data beside which the paper has no numbers, though it has of its networks
+SAME_RUN = ("data", "network", "strategy", "changes", "epochs", "seed", "stage", "device", "commit")
 
 SAME_SEED = ("network", "strategy", "changes", "epochs", "stage", "size", "data", "seed")
 
@@ -137,7 +138,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
 
 def merged(older: Iterable[Row], newer: Iterable[Row]) -> list[Row]:
     """All rows; of two that are the same run and stage, the newer."""
-    found = {tuple(row[key] for key in SAME_RUN): row for row in [*older, *newer]}
+    found = {tuple(row.get(key) for key in SAME_RUN): row for row in [*older, *newer]}
     return ordered(found.values())
 
 
@@ -232,17 +233,27 @@ def compare(rows: Iterable[Row], measure: str = "error") -> list[Row]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     newest = {tuple(row.get(key) for key in SAME_SEED): row for row in rows if row.get(measure) is not None}
     for row in newest.values():  # a seed that was trained again, at another commit or device, is no second one
-        key = (row["network"], row["strategy"], row.get("changes", ""), row["epochs"], row["stage"], row["size"])
+        key = (
+            row.get("data"),
+            row["network"],
+            row["strategy"],
+            row.get("changes", ""),
+            row["epochs"],
+            row["stage"],
+            row["size"],
+        )
         groups.setdefault(key, []).append(row)
     found = []
-    for (network, strategy, changed, epochs, stage, size), several in groups.items():
+    for (data, network, strategy, changed, epochs, stage, size), several in groups.items():
         errors = [row[measure] for row in several]
         mean = statistics.fmean(errors)
         spread = statistics.stdev(errors) if len(errors) > 1 else None
-        error, std = paper_number(network, strategy, stage, measure) or (None, float("nan"))
+        known = None if data == TINY else paper_number(network, strategy, stage, measure)
+        error, std = known or (None, float("nan"))
         deviation = (std**2 + (spread or 0.0) ** 2) ** 0.5
         found.append(
             {
+                "data": data,
                 "network": network,
                 "strategy": strategy,
                 "changes": changed,

@@ -5,10 +5,11 @@ terminal, and what is missing. It reads no files.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import isnan
 
 from nestling.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, paper_number
+from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, paper_number
 from nestling.paper.statistics import label
 from nestling.recipes.strategies import of_the_paper
 from nestling.report.content import Cell, Table
@@ -74,8 +75,13 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error", be
             )
         )
     columns = (Cell(f"{'top-5 ' * (measure == 'top5')}error in %"), *(Cell(size) for size, _ in stages))
-    title = network if beside else f"{network}, with something changed"
-    return Table(title, columns, tuple(lines), name=f"{network}-{measure}", folded=not beside, wide=True)
+    return Table(network, columns, tuple(lines), name=f"{network}-{measure}", wide=True)
+
+
+def variants_table(network: str, means: Iterable[Row]) -> Table:
+    """One network's runs that changed something about the paper's recipes."""
+    title = f"{network}, with something changed"
+    return replace(network_table(network, means, beside=False), title=title, folded=True)
 
 
 def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
@@ -138,11 +144,12 @@ def tables(means: Sequence[Row], top5: Sequence[Row], networks: Iterable[str]) -
         mine = [row for row in means if row["network"] == network]
         if not mine:
             continue
-        found.append(network_table(network, [row for row in mine if not row["changes"]]))
+        beside = mine[0].get("data") != TINY
+        found.append(network_table(network, [row for row in mine if not row["changes"]], beside=beside))
         if paper_number(network, PRIORITISED[0], 1, "top5"):
-            found.append(network_table(network, top5, "top5"))
+            found.append(network_table(network, top5, "top5", beside))
         changed = [row for row in mine if row["changes"]]
-        found += [network_table(network, changed, beside=False)] if changed else []
+        found += [variants_table(network, changed)] if changed else []
         gap = gap_table(network, means)
         found += [gap] if gap else []
     return found
