@@ -24,7 +24,7 @@ from nestling.recipes.recipe import DataRecipe
 
 SIDE = 64
 ABOUT = "tiny-imagenet.json"  # classes, labels, statistics; the pixels are in PIXELS
-PIXELS = {"train": "tiny-imagenet-train.npy", "val": "tiny-imagenet-val.npy"}
+PIXELS = {"train": "tiny-imagenet-train.bin", "val": "tiny-imagenet-val.bin"}
 CHUNK = 1024  # pictures decoded between two reports of how far it is
 
 
@@ -64,19 +64,14 @@ def read_about(root: Path) -> dict[str, Any]:
 
 def pixels(root: Path, part: str, n: int) -> Tensor:
     """The pictures of one part, (n,3,64,64) uint8, mapped: writing to them would change a copy, never the file."""
-    path = root / PIXELS[part]
-    try:
-        found = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    path, bytes_expected = root / PIXELS[part], n * 3 * SIDE * SIDE
+    size = path.stat().st_size if path.is_file() else 0
+    if size != bytes_expected:
         raise NestlingError(
-            f"cannot read {path} ({error}); delete {root / ABOUT} and prepare the data again"
-        ) from error
-    if found.shape != (n, 3, SIDE, SIDE) or found.dtype != np.uint8:
-        raise NestlingError(
-            f"{path} holds {found.dtype} {found.shape}, expected uint8 {(n, 3, SIDE, SIDE)}; delete {root / ABOUT} and "
-            "prepare the data again"
+            f"{path} has {size:,} bytes, expected {bytes_expected:,} ({n:,} pictures); delete {root / ABOUT} and prepare the "
+            "data again"
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(n, 3, SIDE, SIDE)))
 
 
 # --- preparing --------------------------------------------------------------------------------------------------------
@@ -132,7 +127,7 @@ def annotated(part: Path, classes: tuple[str, ...]) -> tuple[list[str], Tensor]:
 def decoded(path: Path, files: list[str], workers: int) -> Iterator[np.ndarray]:
     """Write all pictures into one file of pixels, yielding them a chunk at a time; the file has its name when it is whole."""
     temporary = path.with_name(f".{path.name}.tmp")
-    room = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(len(files), 3, SIDE, SIDE))
+    room = np.memmap(temporary, np.uint8, mode="w+", shape=(len(files), 3, SIDE, SIDE))
     try:
         with ThreadPoolExecutor(max(1, workers)) as pool:
             for start in range(0, len(files), CHUNK):
