@@ -568,6 +568,14 @@ def test_a_batch_stops_early_only_for_those_whose_time_is_up() -> None:
             np.testing.assert_allclose(answer.probabilities, softmax(expected), rtol=1e-6)
 
 
+def test_a_batch_without_a_deadline_is_answered_to_the_last_stage_however_fast_it_is() -> None:
+    runtime, _ = timed(0.0, 0.0, 0.0)
+    with runtime:
+        for _ in range(40):
+            answers = runtime.answer_batch(np.zeros((150, *SHAPE), np.float32))
+            assert {answer.stage for answer in answers} == {3}
+
+
 def test_each_hands_every_image_over_by_its_own_deadline() -> None:
     runtime, _ = timed(0.1, 0.1)
     with runtime:

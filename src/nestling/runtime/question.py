@@ -62,7 +62,7 @@ class Waiting:
 
     def all(self, until: float) -> None:
         """Sleep until a time, or until nothing better can come for any row, or waiting was called off."""
-        left = sum(not row.final for row in self.rows)
+        left = self.unfinished()
         try:
             while left and self.clock() < until:
                 try:
@@ -70,15 +70,17 @@ class Waiting:
                 except TimeoutError:
                     self.rang = until
                     break
-                if news is None:
-                    left = sum(not row.final for row in self.rows)
-                    if left and (self.worker.closing or any(row.error for row in self.rows)):
-                        break
-                else:
-                    left -= news.final
+                if news is None and (self.worker.closing or any(row.error for row in self.rows)):
+                    break
+                left -= news is not None and news.final
+                if left <= 0 or news is None:  # some were counted twice: those that were done before we looked
+                    left = self.unfinished()
             self.worker.expire()
         finally:
             self.leave()
+
+    def unfinished(self) -> int:
+        return sum(not row.final for row in self.rows)
 
     def each(self) -> Iterator[tuple[int, Answer]]:
         """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
