@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import nestling
-from nestling.commands import evaluate, export, profile, report
+from nestling.commands import evaluate, export, predict, profile, report
 from nestling.commands.train import command as train_command
 from nestling.data import load
 from nestling.errors import NestlingError
@@ -221,9 +222,29 @@ def test_an_unknown_name_names_the_nearest() -> None:
             opening("width-resnet42-cifar")
 
 
+def test_exported_stages_answer_as_their_network_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = export.command(NAMES[0])["folder"]
+    pictures = resolve(NAMES[0]).gallery()["images"][:4].numpy()
+    with nestling.Runtime(folder) as exported, nestling.Runtime(NAMES[0], device="cpu") as run:
+        assert exported.spec == run.spec and exported.device == "cpu"
+        for mine, other in zip(exported.answer_batch(pictures), run.answer_batch(pictures), strict=True):
+            np.testing.assert_allclose(mine.probabilities, other.probabilities, atol=1e-4)
+        with pytest.raises(NestlingError, match="pass confident"):
+            exported.stop_when_sure()
+        name = run.answer(pictures[0]).name
+    Image.fromarray(pictures[0].transpose(1, 2, 0)).save("one.png")
+    [said] = predict.command(folder, ("one.png",))["images"]
+    assert said["answer"]["class"] == name
+    with pytest.raises(NestlingError, match="which ONNX Runtime answers on the CPU; found device=cpu, engine=eager"):
+        nestling.Runtime(folder, engine="eager")
+    with pytest.raises(NestlingError, match="holds exported stages, not a run"):
+        evaluate.command(folder)
+
+
 def test_exported_stages_are_said_to_be_no_run(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{}")
     with pytest.raises(
-        NestlingError, match=r"holds exported stages, not a run: nestling.runtime.portable answers with it"
+        NestlingError, match=r"holds exported stages, not a run; nestling predict and nestling.Runtime answer with"
     ):
         nestling.load(tmp_path)

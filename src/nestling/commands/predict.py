@@ -34,7 +34,7 @@ def command(
     """Answer pictures stage by stage, until a deadline. One that cannot be read is named, and the others are answered.
 
     Args:
-        run: the run's folder, or the name of a trained network that comes with nestling.
+        run: the run's folder, the name of a trained network that comes with nestling, or a folder of exported stages.
         images: picture files, or folders of them.
         deadline_ms: milliseconds for each picture; 0 = all stages.
         device: auto, cpu or cuda.
@@ -47,11 +47,11 @@ def command(
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
-    chosen = str(pick_device(device, "--device "))
+    pick_device(device, "--device ")  # is refused before anything that takes time
     problems = {path: problem for path in paths if (problem := absent(path))}
     for problem in problems.values():  # before anything that takes time
         say(problem)
-    with Runtime(run, chosen, engine, threads) as runtime:
+    with Runtime(run, device, engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None

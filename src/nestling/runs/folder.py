@@ -99,7 +99,7 @@ class RunDir:
             return run
         if run.has(MANIFEST):
             raise NestlingError(
-                f"{run.path} holds exported stages, not a run: nestling.runtime.portable answers with it"
+                f"{run.path} holds exported stages, not a run; nestling predict and nestling.Runtime answer with them"
             )
         if run.path.is_dir():
             raise NestlingError(f"{run.path} is not a run folder: it has no {RECIPE}; name the folder of a run")

@@ -1,6 +1,7 @@
 """The Runtime: nestling.runtime on a trained network.
 
-In: a NestedNet, the folder of a run, whose recipe, weights, results and profile it reads, or the name of a trained network.
+In: a NestedNet, the folder of a run, whose recipe, weights, results and profile it reads, the name of a trained network, or a
+folder of exported stages.
 It builds the engine, warms it up, and takes torch tensors as well as arrays. Deadlines, threads and answers are anytime's
 business.
 """
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 
 from nestling.errors import NestlingError
+from nestling.export.manifest import read_manifest
 from nestling.export.spec import Spec
-from nestling.files import PROFILE
+from nestling.files import MANIFEST, PROFILE, RECIPE
 from nestling.nets import NestedNet
 from nestling.runs.device import pick_device
 from nestling.runs.folder import RunDir
@@ -24,7 +26,7 @@ from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.caller import MEMORY, Anytime
 from nestling.runtime.confidence import Confidence, calibrate
-from nestling.runtime.engine import warm_up
+from nestling.runtime.engine import Engine, warm_up
 from nestling.runtime.pace import Pace
 
 
@@ -40,20 +42,25 @@ class Runtime(Anytime):
         memory: int = MEMORY,
         spec: Spec | None = None,
     ) -> None:
-        """`source` is a network, a run's folder, or the name of a trained network that comes with nestling. `threads` is for
-        CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare network than its plan
-        does: with a mean and std, uint8 images are normalised."""
-        device = str(pick_device(device, "device="))
+        """`source` is a network, a run's folder, the name of a trained network that comes with nestling, or a folder of exported
+        stages. `threads` is for CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare
+        network than its plan does: with a mean and std, uint8 images are normalised."""
         self.run: OpenedRun | None = None
-        if isinstance(source, NestedNet):
-            net, known = source, bare_spec(source)
+        if is_export(source):
+            device = "cpu" if device == "auto" else device
+            built, known = open_export(Path(str(source)), device, engine, threads)
+            check_spec(spec or known, known)
         else:
-            self.run = resolve(source)
-            net = self.run.net()
-            known = spec_of(self.run, net)
+            device = str(pick_device(device, "device="))
+            if isinstance(source, NestedNet):
+                net, known = source, bare_spec(source)
+            else:
+                self.run = resolve(source)
+                net = self.run.net()
+                known = spec_of(self.run, net)
+            check_spec(spec or known, bare_spec(net))
+            built = build_engine(net, device, engine, threads)
         spec = spec or known
-        check_spec(spec, net)
-        built = build_engine(net, device, engine, threads)
         self.device = device
         self.profile = find_profile(self.run, built.name, threads, device) if self.run else None
         latencies = warm_up(built, spec.shape)
@@ -91,9 +98,8 @@ def bare_spec(net: NestedNet) -> Spec:
     return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
 
 
-def check_spec(spec: Spec, net: NestedNet) -> None:
+def check_spec(spec: Spec, bare: Spec) -> None:
     """What is said of a network must be true of it."""
-    bare = bare_spec(net)
     for what, found, expected in (
         ("images of", tuple(spec.shape), bare.shape),
         ("class names:", len(spec.classes), len(bare.classes)),
@@ -103,6 +109,26 @@ def check_spec(spec: Spec, net: NestedNet) -> None:
             raise NestlingError(
                 f"the spec of {spec.name} has {what} {found}, but the network {bare.name} has {expected}; correct the spec"
             )
+
+
+def is_export(source: object) -> bool:
+    """Whether this is the path of a folder of exported stages."""
+    return (
+        isinstance(source, str | Path) and (Path(source) / MANIFEST).is_file() and not (Path(source) / RECIPE).is_file()
+    )
+
+
+def open_export(folder: Path, device: str, engine: str, threads: int) -> tuple[Engine, Spec]:
+    """The engine of exported stages, and what their manifest says of the network."""
+    if device != "cpu" or engine not in ("auto", "onnx"):
+        raise NestlingError(
+            f"{folder} holds exported stages, which ONNX Runtime answers on the CPU; found device={device}, engine={engine}; "
+            "name the run they were exported from"
+        )
+    from nestling.runtime.portable import open_engine  # here, because onnxruntime may be missing
+
+    manifest = read_manifest(folder)
+    return open_engine(folder, manifest, threads), manifest.spec
 
 
 def find_profile(run: RunDir, engine: str, threads: int, device: str) -> Latency | None:
