@@ -1,5 +1,6 @@
 """The report in a real Chromium: everything on it is drawn, nothing is fetched, light and dark and on a phone."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 from report_runs import make_runs
 
-from nestling.commands import report
+from nestling.commands import paper, report
 
 pytestmark = pytest.mark.browser
 FLAGS = [
@@ -30,6 +31,25 @@ def address(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("browser")
     written = report.command((str(make_runs(folder / "runs")),), out=str(folder / "report.html"))
     return Path(written["report"]).resolve().as_uri()
+
+
+def test_the_papers_figures_show_every_stage_of_every_table(browser: Any, tmp_path: Path) -> None:
+    """From the results that are stored, 1,280 pixels wide: no table is wider than its room, pictures of panels fill it."""
+    results = Path(__file__).parent.parent / "results"
+    shutil.copytree(results, tmp_path / "results")
+    found = paper.command(
+        "figures", out=str(tmp_path), results=str(tmp_path / "results"), page=str(tmp_path / "figures.html")
+    )
+    watched = Watched(browser, Path(found["report"]).resolve().as_uri())
+    rooms = "[...document.querySelectorAll('.scroll')].map(room => [room.scrollWidth, room.clientWidth])"
+    widths = watched.page.evaluate(rooms)
+    assert len(widths) > 6 and all(inner <= room for inner, room in widths), widths
+    pictures = watched.page.evaluate("[...document.querySelectorAll('.picture')].map(each => each.clientWidth)")
+    assert len(pictures) == 3 and min(pictures) > 1000
+    names = watched.page.evaluate("[...document.querySelectorAll('section')].map(each => each.id)")
+    assert names == ["coverage", "claims", "tradeoff", "deadlines", "priorities", "tables", "missing"]
+    assert watched.complaints == []
+    watched.context.close()
 
 
 class Watched:

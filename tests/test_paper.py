@@ -366,6 +366,25 @@ def test_time_that_is_up_stops_the_whole_grid(tmp_path: Path) -> None:
     assert [logged(path.parent) for path in tmp_path.glob("*/log.jsonl")] == [1]
 
 
+def test_all_that_ran_out_of_time_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error: it has a checkpoint, and goes on another time."""
+    seen: list[Any] = []
+
+    def no_time(chosen: Any, *rest: Any) -> dict[str, str]:
+        seen.append((chosen, rest))
+        return {}
+
+    monkeypatch.setattr("nestling.commands.paper.train_cells", no_time)
+    found = command(
+        "all", network=("width-resnet42",), strategy=("sgd",), out=str(tmp_path), results="", minutes=2, beside=6
+    )
+    [(chosen, (out, beside, seconds, line, _))] = seen
+    assert [line["run"] for line in found["plan"]] == [name for name, _ in chosen] and len(chosen) == 4
+    assert (out, beside, seconds) == (str(tmp_path), 6, 120)
+    assert line == "nestling paper all --network width-resnet42 --strategy sgd --seeds 3 --beside 6"
+    show(found)
+
+
 def test_rows_are_kept_as_soon_as_a_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is lost takes with it no run that was finished; its rows alone keep it from being trained again."""
     words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK}

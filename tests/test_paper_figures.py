@@ -19,6 +19,7 @@ from nestling.paper.figures import lent
 from nestling.paper.pictures import VIEWS
 from nestling.paper.results import read_csv
 from nestling.recipes.recipe import NetworkRecipe
+from nestling.report.figures.deadlines import limit_names
 from nestling.studies.deadline import FRACTIONS
 
 SET = ("train.epochs=2", "data.limit=600", "train.batch=20", "train.diagnostics=false", "network.blocks=1,1")
@@ -229,6 +230,12 @@ def test_figures_come_from_results_alone_where_run_folders_are_gone(grid: Grid, 
     assert again["deadlines"] == first["deadlines"]
     picture = "error-under-deadlines.svg"
     assert (tmp_path / "a" / picture).read_text() == (tmp_path / "b" / picture).read_text()
+
+
+def test_deadlines_are_written_in_as_many_digits_as_tell_them_apart() -> None:
+    assert limit_names([2.4, 3.6, 4.8, inf]) == ["2.4", "3.6", "4.8", "none"]
+    assert limit_names([0.107, 0.112, 0.1178, inf]) == ["0.107", "0.112", "0.118", "none"]
+    assert limit_names([99.2, 110.4, 120.0]) == ["99", "110", "120"]
 
 
 def test_independent_nets_of_one_size_are_lent() -> None:

@@ -14,7 +14,6 @@ from nestling.paper.everything import CIFAR10, SEEDS, Job, everything, missing_j
 from nestling.paper.grid import CHOICES, cells, known, train_cells
 from nestling.paper.results import collect, compare, read_results, store
 from nestling.paper.tables import LEGEND, Table, tables
-from nestling.recipes.recipe import Recipe
 
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
@@ -78,13 +77,12 @@ def command(
     options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
     words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
     line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
-    chosen = [(job.name, job.recipe) for job in jobs]
-    return trained(part, chosen, line, out, results, beside, 60 * minutes if minutes else float("inf"), dry)
+    return trained(part, jobs, line, out, results, beside, 60 * minutes if minutes else float("inf"), dry)
 
 
 def trained(
     part: str,
-    chosen: Sequence[tuple[str, Recipe]],
+    jobs: Sequence[Job],
     command: str,
     out: str,
     results: str,
@@ -94,10 +92,15 @@ def trained(
 ) -> dict[str, Any]:
     """Train these runs and set what is finished of them beside the paper."""
     failed: dict[str, str] = {}
+    chosen = [(job.name, job.recipe) for job in jobs]
     if not dry:
         failed = train_cells(chosen, out, beside, seconds, command, lambda path: keep([path], results))
     paths = [Path(out) / name for name, _ in chosen]
     rows = collect(paths)
+    if (
+        not rows and part == ALL and not failed
+    ):  # its time was up before the first was finished; it goes on another time
+        return {"part": part, "plan": planned(jobs, out)}
     if not rows:
         why = next((f"; {path} failed: {text}" for path, text in failed.items()), "")
         raise NestlingError(

@@ -76,8 +76,8 @@ def draw(
 def held(rows: Sequence[Row], study: Sequence[Row], means: Sequence[Row]) -> tuple[Section, ...]:
     """What of the paper's claims holds, and how much of its grid that rests on."""
     return (
-        Section("claims", "What holds", (claims_table(claims(rows, study)),)),
         Section("coverage", "How much has been trained", (coverage_table(means, CIFAR10),)),
+        Section("claims", "What holds", (claims_table(claims(rows, study)),)),
     )
 
 
