@@ -4,7 +4,8 @@
 """
 
 import torch
-from test_gradients import batch, losses_of, make
+from test_gradients import Sliced, batch, losses_of, make
+from test_strategies import matrix_of
 from torch import nn
 
 from nestling.gradients import Accumulator, gpu, kernels
@@ -67,6 +68,17 @@ def main() -> None:
         torch.testing.assert_close(kernels.gram_of_matrix(rows).sum(0), wide @ wide.T, rtol=1e-12, atol=1e-12)
         kernels.update_of_matrix(rows, known, out := torch.empty(2 * kernels.SPAN))
         torch.testing.assert_close(out, known @ rows)
+        done += 1
+    net, (x, y) = Sliced(), batch()
+    for scope in ("all", "block", "tensor"):  # rows as a matrix
+        plainly = OSGD(scope=scope)(matrix_of(net, x, y))
+        wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        pretend()
+        report = OSGD(scope=scope)(matrix_of(net, x, y))
+        kernels.usable = plain
+        assert report.gram is not None and plainly.gram is not None
+        torch.testing.assert_close(report.gram, plainly.gram, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close([p.grad for p in net.parameters()], wanted)
         done += 1
     assert gpu.runs(torch.empty(8, 12, 3, 3)[2:6, :7]) == (63, 108)
     assert gpu.runs(torch.empty(4, 6, 5)[:2, :3, :4]) is None
