@@ -168,6 +168,11 @@ def test_wrong_modes_and_numbers_are_refused_in_words() -> None:
     with pytest.raises(NestlingError, match="gradient of task 1 "):
         backward([losses[0], losses[1] * float("nan")], net, OSGD(), mode="layers")
     assert all(grad is None for grad in gradients(net).values())
+    losses = losses_of(net, *batch())
+    losses[0].backward()
+    with pytest.raises(NestlingError, match="already freed"):
+        backward(losses, net, OSGD(), mode="layers")
+    net.zero_grad()
     with pytest.raises(NestlingError, match="scope='all'"):
         Accumulator(net, OSGD(scope="tensor"), mode="layers", refresh=2).backward(losses_of(net, *batch()))
     assert all(grad is None for grad in gradients(net).values())

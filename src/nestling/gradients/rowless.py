@@ -140,13 +140,14 @@ class _AtHand(TorchDispatchMode):
 
 
 def _inputs(node: Any) -> Tensor | None:
-    """What the node kept of its input; None where a checkpoint would run forward again for it."""
+    """What the node kept of its input; None where a checkpoint would run forward again for it, or where it is gone: then
+    the backward pass says so."""
     try:
         with _AtHand():
             kept: Tensor | None = getattr(
                 node, "_saved_input" if node.name() == CONVOLUTION else MATMULS[node.name()][1]
             )
-    except _Recomputed:
+    except (_Recomputed, RuntimeError):
         return None
     return kept
 
