@@ -91,12 +91,27 @@ class Shuffles(nn.Module):
         return logits
 
 
+class Reused(nn.Module):
+    """One layer in two blocks, and tensors that are laid anew in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.same, self.fc = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.same(self.stem(x)))
+        y = y.transpose(2, 3).contiguous()
+        logits: Tensor = self.fc(F.relu(self.same(y)).mean((2, 3)))
+        return logits
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "resnet": (Small, (0.3, 0.7)),
     "resnet by name": (Small, ("layer1", "layer2")),
     "transformer": (Transformer, (0.4, 0.7)),
     "transformer by name": (Transformer, ("blocks.0", "blocks.1")),
     "what a width nest refuses": (Shuffles, ("one",)),
+    "a layer in two blocks": (Reused, ("stem", 0.6)),
 }
 
 

@@ -318,6 +318,11 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
         Scaled((1, 8, 1, 1)), nn.Conv2d(8, 8, 1), Scaled((8, 1, 1)), Scaled((1,)), nn.ReLU(), Twice(Scaled((8, 1, 1)))
     ),
     "images normalised by buffers": lambda: nn.Sequential(Normalised(), *backbone(nn.ReLU())),
+    "gates": lambda: backbone(nn.Conv2d(8, 16, 1), nn.GLU(1), Does(lambda x: F.glu(torch.cat([x, x], 1), 1))),
+    "pixels by slices and deviations": lambda: backbone(
+        Does(lambda x: x[..., 1:, ::2]), Does(lambda x: x - x.mean((2, 3), keepdim=True).expand_as(x)),
+        Does(lambda x: x / (x.std((2, 3), keepdim=True).expand(x.shape[0], -1, *x.shape[2:]) + 1)),
+    ),
     "stochastic depth": lambda: backbone(nn.Conv2d(8, 8, 1), DropPath(0.0), nn.ReLU()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),

@@ -120,7 +120,7 @@ class Pen(Page):
                 )
         held: list[Tensor] = [*mine] or [b for b in layer.buffers(recurse=False) if b.dim()]
         first = {self.weights_of.setdefault(id(tensor), name) for tensor in held}
-        if first <= {name}:
+        if first <= {name} or self.whole:  # where nothing is trained, each place may have a copy
             self.sketch.layers[name] = layer
             return ""
         sharer = first.pop()
@@ -324,7 +324,11 @@ class Pen(Page):
         """x[:, a:b] takes channels; further slices are of each channel by itself."""
         read = self.read_of(node)
         index = self.given(node, "input", "index")["index"]
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = tuple(index) if isinstance(index, tuple | list) else (index,)
+        if Ellipsis in parts:
+            at, rank = parts.index(Ellipsis), self.values[node.all_input_nodes[0]].dim()
+            left_out = rank - sum(part is not None for part in parts) + 1
+            parts = (*parts[:at], *[slice(None)] * left_out, *parts[at + 1 :])
         if not all(part is None or isinstance(part, slice) for part in parts) or parts[0] != slice(None):
             self.refuse(node, f"only slices that keep the batch whole are nested; found [{index}]")
         channels = tuple(range(self.channels(read)))
@@ -341,6 +345,28 @@ class Pen(Page):
             self.names[node] = self.put(Node(name, Module(), (read,), (0,) * len(taken), self.size(node)))
         elif taken == channels:
             self.names[node] = read
+
+    def glu(self, node: fx.Node, dim: int) -> None:
+        """The first half of the channels, gated by the second."""
+        read = self.read_of(node)
+        if dim % self.values[node].dim() != 1:
+            self.refuse(node, f"it halves dimension {dim}; only channels (dimension 1) are halved")
+        half = self.channels(read) // 2
+        one, other = self.take(node, read, tuple(range(half))), self.take(node, read, tuple(range(half, 2 * half)))
+        gate = self.before(f"{other}_gate", other, Call(torch.sigmoid, 0, (None,), {}))
+        self.enter(node, Zip("mul"), (one, gate))
+
+    def expand(self, node: fx.Node) -> None:
+        """Each channel over more pixels."""
+        traced = node.all_input_nodes[0]
+        size, before = self.size(node), tuple(self.values[traced].shape)
+        if before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
+            self.refuse(node, f"it spreads a tensor of shape {before} to {tuple(self.values[node].shape)}")
+        read, name = self.names.get(traced), self.name(node)
+        if not isinstance(read, str):
+            self.refuse(node, "it does not read a tensor that was computed from the image")
+        self.sketch.layers[name] = Call(torch.Tensor.expand, 0, (None, -1, -1, *size), {})
+        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), size))
 
     def pad(self, node: fx.Node) -> None:
         """Zeros around each image, or further channels of zeros."""

@@ -93,7 +93,7 @@ class Reader(Pen):
 
     def __init__(self, trace: Trace, net: str, whole: bool = False) -> None:
         super().__init__(trace, net)
-        self.whole = whole
+        self.whole = whole  # births in depth
 
     def read(self, shape: Shape) -> None:
         record = self.trace.record
@@ -114,6 +114,8 @@ class Reader(Pen):
         """Channel by channel if that is known to be right, else as it was recorded."""
         sketch, before = self.sketch, (dict(self.sketch.nodes), dict(self.sketch.layers), dict(self.weights_of))
         try:
+            if node.target == "contiguous":
+                self.refuse(node, "how a tensor lies in memory decides how it is computed, to the last bit")
             self.draw(node)
         except NestlingError:
             sketch.nodes, sketch.layers, self.weights_of = before
@@ -142,6 +144,8 @@ class Reader(Pen):
             self.layer(node, self.read_of(node), layer, LAYERS[kind])
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
+        elif kind is nn.GLU:
+            self.glu(node, layer.dim)  # type: ignore[arg-type]
         elif kind is nn.ChannelShuffle:
             self.shuffle(node, layer.groups)  # type: ignore[arg-type]
         elif kind is nn.Identity:
@@ -162,7 +166,11 @@ class Reader(Pen):
     def draw_operation(self, node: fx.Node, target: Any) -> None:
         """`target` is the function, or the function that a method stands for."""
         base = IN_PLACE.get(target, target)
-        self.check_constants(node, batch=base not in RESHAPES, mode=base not in DROPOUTS and base is not F.batch_norm)
+        self.check_constants(
+            node,
+            batch=base not in RESHAPES and base != "expand",
+            mode=base not in DROPOUTS and base is not F.batch_norm,
+        )
         if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
             computed = all(a in self.names or a in self.regrouped for a in node.all_input_nodes)
             self.zip(node, BINARY[base]) if computed else self.scale(node, BINARY[base])
@@ -187,6 +195,10 @@ class Reader(Pen):
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
         elif base in ON_WEIGHTS:
             self.functional(node, ON_WEIGHTS[base])
+        elif base is F.glu:
+            self.glu(node, self.given(node, "input", "dim").get("dim", -1))
+        elif base in ("expand", "expand_as"):
+            self.expand(node)
         elif base in SHELLS:
             self.norm(node, *SHELLS[base])
         elif base is F.pad:

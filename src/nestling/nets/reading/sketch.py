@@ -36,6 +36,7 @@ class Page:
         self.values = trace.record.values
         self.place_in_order = {node: index for index, node in enumerate(trace.record.nodes)}
         self.paths = {path for path, _ in self.module.named_modules()}
+        self.whole = False
         self.sketch = Sketch(dropped=trace.record.dropped)
         self.names: dict[fx.Node, str | tuple[str, ...]] = {}  # the plan's name of each traced tensor
         self.drawn: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten

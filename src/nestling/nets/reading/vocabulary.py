@@ -51,7 +51,7 @@ IN_PLACE: dict[Function, Function] = {
     operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
     torch.relu_: torch.relu, torch.sigmoid_: torch.sigmoid, torch.tanh_: torch.tanh, torch.clamp_: torch.clamp,
 }  # fmt: skip
-REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin}
+REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var}
 RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
 SHAPING: set[Any] = {*RESHAPES, operator.getitem, "expand", "expand_as"}  # what leaves the numbers of a constant alone
 JOINS: set[Function] = {torch.cat, torch.concat, torch.concatenate}
@@ -67,7 +67,7 @@ METHODS: dict[Any, Function] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "relu_": torch.relu_, "sigmoid_": torch.sigmoid_, "tanh_": torch.tanh_, "clamp_": torch.clamp_,
     "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv,
-    "mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin,
+    "std": torch.std, "var": torch.var, "mean": torch.mean, "sum": torch.sum, "amax": torch.amax, "amin": torch.amin,
     "view": torch.reshape, "reshape": torch.reshape, "flatten": torch.flatten, "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze, "contiguous": torch.reshape, "clone": torch.reshape, "chunk": torch.chunk,
     "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
