@@ -1341,6 +1341,18 @@ def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> Non
         Runtime(build(NetworkRecipe()), **options)
 
 
+def test_a_network_that_takes_no_images_is_refused() -> None:
+    layers = (
+        torch.nn.Conv1d(4, 8, 3, padding=1),
+        torch.nn.AdaptiveAvgPool1d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 5),
+    )
+    net = nestling.nest(torch.nn.Sequential(*layers), "w,w", (4, 16))
+    with pytest.raises(NestlingError, match=r"inputs of shape \(4, 16\); runtimes and exports take images"):
+        Runtime(net, device="cpu")
+
+
 def test_a_trained_network_by_name() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8)
     with Runtime("width-resnet42-cifar10", device="cpu") as runtime:

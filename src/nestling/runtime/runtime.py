@@ -93,6 +93,11 @@ class Runtime(Anytime):
 def bare_spec(net: NestedNet) -> Spec:
     """What a network alone tells: shapes and sizes; its classes are called by number."""
     node = net.plan.input
+    if len(node.size) != 2:
+        raise NestlingError(
+            f"{net.plan.name} takes inputs of shape {(node.channels, *node.size)}; runtimes and exports take images (C,H,W): "
+            "use net.answers(x)"
+        )
     height, width = node.size
     classes = net.plan.by_name[net.plan.heads[-1]].channels
     return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
