@@ -26,6 +26,7 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
 from nestling.nets.ops import BatchNorm, Cat, Conv, GroupNorm, Module, PReLU, Zip
+from nestling.nets.ops.calls import DropPath
 from nestling.nets.ops.forms import FORMS, as_onnx
 from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
@@ -172,7 +173,7 @@ def test_other_norms_activations_and_groups(activation: nn.Module) -> None:
 @pytest.mark.parametrize("kind", sorted(FORMS, key=str), ids=str)
 def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
     options: dict[Any, tuple[Any, ...]] = {
-        nn.MaxPool1d: (3, 2, 1), nn.AvgPool1d: (2,), nn.AdaptiveAvgPool1d: (1,), nn.AdaptiveMaxPool1d: (1,),
+        DropPath: (0.5,), nn.MaxPool1d: (3, 2, 1), nn.AvgPool1d: (2,), nn.AdaptiveAvgPool1d: (1,), nn.AdaptiveMaxPool1d: (1,),
         nn.MaxPool2d: (3, 2, 1), nn.AvgPool2d: (2,), nn.AdaptiveAvgPool2d: (1,), nn.AdaptiveMaxPool2d: (1,),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nestling.export.freeze import Frozen
+from nestling.nets.net import last_uses
 from nestling.nets.ops.frozen import Op
 
 
@@ -25,7 +26,7 @@ class TorchStage(nn.Module):
                     self.register_buffer(f"{name}{index}", tensor)
             if op.module is not None:
                 self.given[str(index)] = op.module
-        self.last_use = last_uses(frozen)
+        self.last_use = last_uses(((op.out, op.reads) for op in frozen.ops), {frozen.head, *frozen.gives})
         self.between: Callable[[], None] | None = None
         self.eval()
 
@@ -35,7 +36,7 @@ class TorchStage(nn.Module):
             if self.between is not None:
                 self.between()
             values[op.out] = self.compute(index, op, [values[read] for read in op.reads])
-            for done in self.last_use[index]:
+            for done in self.last_use.get(op.out, ()):
                 del values[done]
         return (values[self.frozen.head], *(values[name] for name in self.frozen.gives))
 
@@ -46,17 +47,3 @@ class TorchStage(nn.Module):
         weight: Tensor | None = getattr(self, f"weight{index}", None)
         bias: Tensor | None = getattr(self, f"bias{index}", None)
         return op.does.compute(reads, weight, bias)
-
-
-def last_uses(frozen: Frozen) -> tuple[tuple[str, ...], ...]:
-    """For each operation, the values nobody reads after it: memory goes back early."""
-    last: dict[str, int] = {}
-    for index, op in enumerate(frozen.ops):
-        for name in (*op.reads, op.out):
-            last[name] = index
-    kept = {frozen.head, *frozen.gives}
-    uses: list[list[str]] = [[] for _ in frozen.ops]
-    for name, index in last.items():
-        if name not in kept:
-            uses[index].append(name)
-    return tuple(tuple(names) for names in uses)

@@ -6,7 +6,7 @@ passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is th
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class NestedNet(nn.Module):
             if node.op.layered and not node.shares:
                 layer = given[node.name] if node.op.given else node.op.layer(node, plan.reads_of(node))
                 attach(self, node.name, layer)
-        self._last_use = last_uses(plan)
+        self._last_use = last_uses(((node.name, node.reads) for node in plan.nodes), plan.heads)
         self._stages: tuple[Stage, ...] | None = None
         self._staged: list[nn.Module] = []  # the modules that the stages were made of
 
@@ -267,16 +267,13 @@ def fetch(pieces: Mapping[tuple[str, int], Tensor], runs: tuple[Run, ...]) -> Te
     return parts[0] if len(parts) == 1 else torch.cat(parts, runs[0].axis)
 
 
-def last_uses(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """For each node, what is not needed any more once it is computed: memory goes back early in evaluation."""
-    last: dict[str, str] = {}
-    for node in plan.nodes:
-        for read in node.reads:
-            last[read] = node.name
+def last_uses(steps: Iterable[tuple[str, Iterable[str]]], kept: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """For each step, told as what it makes and what it reads, the values nobody needs after it: memory goes back early."""
+    last = {name: made for made, reads in steps for name in (*reads, made)}
     freed: dict[str, tuple[str, ...]] = {}
-    for read, node_name in last.items():
-        if read not in plan.heads:
-            freed[node_name] = (*freed.get(node_name, ()), read)
+    for name, made in last.items():
+        if name not in kept:
+            freed[made] = (*freed.get(made, ()), name)
     return freed
 
 

@@ -1,7 +1,7 @@
 """What an operation is: everything that is asked of one, answered for an operation that treats each channel by itself.
 
 An operation is a frozen dataclass of its own parameters. The planning half (births, shapes, counts, which channels a row
-reads) is pure. The other half computes, freezes and writes; it alone imports torch, inside its methods. `node` is always
+reads) is pure. The other half computes, freezes and writes; it alone uses torch, which lazy.py imports. `node` is always
 the node that does the operation, `reads` the nodes it reads, `rows` some of its output channels.
 """
 
