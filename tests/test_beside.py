@@ -1,5 +1,7 @@
 """Runs side by side: as one ends the next begins, one that fails leaves the others alone, rows are there at once."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,27 @@ def test_a_run_without_room_waits_for_another_to_end(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Training, "start", lambda self: (_ for _ in ()).throw(MemoryError()))
     [alone] = side_by_side(runs(tmp_path / "other", 1), beside=3, quiet=True)
     assert isinstance(alone.error, OutOfMemory), "where there is no other to wait for"
+
+
+def test_a_network_without_room_waits_as_well_and_what_has_ended_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Training]] = []
+    alive: list[int] = []
+    begin = Training.__init__
+
+    def noting(self: Training, *given: Any) -> None:
+        gc.collect()
+        alive.append(sum(each() is not None for each in made))
+        if alive[-1] >= 2:
+            raise MemoryError
+        begin(self, *given)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Training, "__init__", noting)
+    outcomes = list(side_by_side(runs(tmp_path, 1, 2, 1, 1), beside=3, quiet=True))
+    assert len(outcomes) == 4 and all(outcome.error is None for outcome in outcomes)
+    assert alive[:3] == [0, 1, 2] and max(alive[3:]) <= 1, "runs that have ended are gone when the next begins"
 
 
 def test_nothing_is_begun_that_could_not_get_anywhere(tmp_path: Path) -> None:

@@ -72,7 +72,11 @@ def side_by_side(
                 try:
                     training = ready(recipe, path, command, data, until, shown, stop, beside, alone=not turns)
                 except NestlingError as error:
-                    yield Outcome(path, error)
+                    if turns and isinstance(error, OutOfMemory):  # there is room for no more
+                        beside = len(turns)
+                        waiting.appendleft((recipe, path))
+                    else:
+                        yield Outcome(path, error)
                     continue
                 if training is None:
                     done += 1
@@ -80,6 +84,7 @@ def side_by_side(
                 else:
                     held.callback(training.run.release)
                     turns.append(Turn(recipe, path, training, training.epochs(beside)))
+                del training  # else what it holds of the device would be free only when the next has begun
             if not turns:
                 break
             for turn in list(turns):
@@ -103,6 +108,7 @@ def side_by_side(
                     yield Outcome(turn.path, error)
                 turn.training.run.release()
                 turns.remove(turn)
+            del turn
     if stop.asked and done < many:
         raise stop.stopped(f" with {done} of {many} runs finished; the others go on when called again")
 

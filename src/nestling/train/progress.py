@@ -52,15 +52,15 @@ class Lines:
         self.name, self.console, self.clock = name, console, clock
         self.startup = Startup()
         self.first: tuple[float, int] | None = None  # when, and how many steps were done by then
-        self.of: Any = None  # the training that these are of
+        self.of = 0  # which training these are of, by id: holding it would hold its memory
         self.last = clock()
 
     def __call__(self, training: Any, epoch: int, index: int) -> None:
         now, done = self.clock(), epoch * training.steps + index + 1
         if self.first is None:
             self.startup.say_if_long(self.console)
-        if self.first is None or training is not self.of:
-            self.first, self.of = (now, done), training
+        if self.first is None or id(training) != self.of:
+            self.first, self.of = (now, done), id(training)
         if now - self.last < EVERY:
             return
         self.last = now
