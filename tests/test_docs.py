@@ -24,10 +24,11 @@ batches = [(torch.randn(4, 1, 8, 8), [torch.randint(0, 10, (4,))] * 3) for _ in 
 """,
     "nest.md": """
 import torch
-module = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
-    torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 10),
-)
+layers, width = [], 3
+for _ in range(5):
+    layers += [torch.nn.Conv2d(width, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
+    width = 8
+module = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 10))
 x = torch.randn(2, 3, 32, 32)
 """,
     "runtime.md": """
