@@ -11,12 +11,15 @@ from test_train import digits, stepped, untimed, weights
 from torch import Tensor
 
 from nestling.errors import NestlingError
+from nestling.evaluate import network
 from nestling.nets import NestedNet, build
 from nestling.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.rundir import RunDir
 from nestling.train import Training, train
 from nestling.train.loop import make_optimizer
+from nestling.train.losses import stage_losses
 from nestling.train.step import Step, make_combiner
+from nestling.train.teacher import Teacher
 
 STRATEGIES = ("sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad")
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -233,3 +236,60 @@ def test_greedy_refuses_what_it_has_no_use_for(setting: str) -> None:
 def test_orders_that_are_none_are_refused(tmp_path: Path, order: str) -> None:
     with pytest.raises(NestlingError, match=r"names a stage twice|expected each of 1 to 3 once"):
         train(digits(f"strategy.order={order}"), str(tmp_path / "run"), quiet=True)
+
+
+# --- a teacher from outside -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def taught_by(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("teacher") / "run")
+    train(digits("strategy.name=sgd", "network.alone=3"), path, quiet=True)
+    return path
+
+
+@pytest.mark.parametrize("network", ["width-digits", "depth-digits"])
+@pytest.mark.parametrize("strategy", ["sgd", "osgd"])
+def test_with_a_teacher_both_ways_to_the_gradients_take_the_same_step(
+    strategy: str, network: str, taught_by: str
+) -> None:
+    chosen = recipe(strategy, f"train.teacher={taught_by}", "train.distill=0.7", network=network)
+    shared, first = stepped(chosen, own_subnets=False)
+    own, second = stepped(chosen, own_subnets=True)
+    assert torch.allclose(torch.stack(first), torch.stack(second), rtol=1e-6)
+    for (key, a), b in zip(shared.state_dict().items(), own.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-7, atol=1e-9), key
+
+
+def test_a_teacher_teaches_every_stage_with_the_last_stage_of_its_run(taught_by: str) -> None:
+    made = recipe("sgd", f"train.teacher={taught_by}", "train.distill=0.7", "train.distill_temperature=3").train
+    net, wise = build(NetworkRecipe(name="width-digits")), network(RunDir.open(taught_by)).train()
+    x, y = batch()
+    x = x.float()
+    with torch.no_grad():
+        soft = torch.softmax(wise(x)[-1] / 3, 1)
+    logits = net(x)
+    expected = [
+        0.3 * F.cross_entropy(stage, y)
+        + 0.7 * 9 * (soft * (soft.log() - torch.log_softmax(stage / 3, 1))).sum(1).mean()
+        for stage in logits
+    ]
+    teacher = Teacher(made, net)
+    found = stage_losses(logits, y, made, teacher(x))
+    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-5)
+
+
+def test_a_teacher_keeps_no_count_of_what_it_sees_and_has_no_gradients(taught_by: str) -> None:
+    made = recipe("sgd", f"train.teacher={taught_by}", "train.distill=0.7").train
+    teacher = Teacher(made, build(NetworkRecipe(name="width-digits")))
+    before = {key: value.clone() for key, value in teacher.net.state_dict().items()}
+    assert not teacher(batch()[0].float()).requires_grad
+    assert all(torch.equal(before[key], value) for key, value in teacher.net.state_dict().items())
+
+
+def test_a_teacher_of_other_classes_or_without_a_weight_is_refused(taught_by: str) -> None:
+    with pytest.raises(NestlingError, match=r"train\.distill is 0"):
+        recipe("sgd", f"train.teacher={taught_by}")
+    made = recipe("sgd", f"train.teacher={taught_by}", "train.distill=0.7").train
+    with pytest.raises(NestlingError, match=r"classes 10, this network 7"):
+        Teacher(made, build(NetworkRecipe(name="width-digits"), classes=7))

@@ -107,7 +107,10 @@ class TrainRecipe(Section):
     warmup: Count = 0  # epochs of linearly rising lr
     clip: Amount = 0.0  # largest gradient norm; 0 = no clipping
     smoothing: Share = 0.0  # label smoothing
-    distill: Amount = 0.0  # weight of the last stage's soft targets in the earlier stages' losses
+    distill: Share = (
+        0.0  # weight of soft targets: the last stage's in the earlier ones' losses, or the teacher's in all
+    )
+    teacher: str = ""  # folder of a trained run whose last stage gives the soft targets
     distill_temperature: AboveZero = 2.0
     average: Share = 0.0  # decay of the moving average of weights; 0 = none
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -125,6 +128,11 @@ class TrainRecipe(Section):
         super().__post_init__()
         if list(self.milestones) != sorted(set(self.milestones)):
             raise NestlingError(f"train.milestones must rise, found {show(self.milestones)}; sort them")
+        if self.teacher and not self.distill:
+            raise NestlingError(
+                f"train.teacher is {self.teacher} but train.distill is 0, so that nothing would be learnt from it; "
+                "set train.distill, such as 0.5, or leave the teacher out"
+            )
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,10 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
-LATER = {"decay_norms"}  # fields that recipes written before them lack; their defaults are what was done then
+LATER = {
+    "decay_norms",
+    "teacher",
+}  # fields that recipes written before them lack; their defaults are what was done then
 
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from nestling.recipe import TrainRecipe
 
 
 def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | None = None) -> Tensor:
-    """Cross-entropy of one stage; with `distill`, an earlier stage also learns from the last one's soft answer."""
+    """Cross-entropy of one stage; with `distill`, it also learns from a teacher's soft answer."""
     loss = F.cross_entropy(logits.float(), y, label_smoothing=train.smoothing)
     if teacher is None or not train.distill:
         return loss
@@ -17,6 +17,10 @@ def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | 
     return (1 - train.distill) * loss + train.distill * soft
 
 
-def stage_losses(logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe) -> list[Tensor]:
+def stage_losses(
+    logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe, teacher: Tensor | None = None
+) -> list[Tensor]:
+    """One loss per stage. Without a teacher from outside the last stage teaches the earlier ones."""
     *earlier, last = logits
-    return [*(stage_loss(stage, y, train, last) for stage in earlier), stage_loss(last, y, train)]
+    inner = last if teacher is None else teacher
+    return [*(stage_loss(stage, y, train, inner) for stage in earlier), stage_loss(last, y, train, teacher)]

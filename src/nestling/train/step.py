@@ -20,6 +20,7 @@ from nestling.nets import NestedNet
 from nestling.recipe import Recipe, StrategyRecipe
 from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
+from nestling.train.teacher import Teacher
 
 
 def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
@@ -75,6 +76,9 @@ class Step:
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if compiled else net
+        self.teacher: Teacher | None = None
+        if recipe.train.teacher:
+            self.teacher = Teacher(recipe.train, net, faster if compiled else None)
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
         stages, seed = len(net.plan.heads), recipe.train.seed
         self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
@@ -111,11 +115,12 @@ class Step:
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Fill `.grad`; the stages' losses come back detached, (stages,)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
+            teacher = self.teacher(x) if self.teacher is not None else None
             if self.tasks is not None:
-                losses, self.report = self.tasks(x, y)
+                losses, self.report = self.tasks(x, y, teacher)
                 return losses
             logits = self.forward(x)
-        losses_now = stage_losses(logits, y, self.train)
+        losses_now = stage_losses(logits, y, self.train, teacher)
         self.report = (self.greedy or self.rows).backward(losses_now)
         return torch.stack([loss.detach() for loss in losses_now])
 

@@ -57,11 +57,12 @@ class Tasks:
         on_cuda = self.rows.device.type == "cuda"
         self.streams = [torch.cuda.Stream(priority=PREFERRED) for _ in stages] if on_cuda else []
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Report]:
+    def __call__(self, x: Tensor, y: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Report]:
+        """`teacher`: soft targets from outside for every task; without them the longest task teaches the others."""
         last = len(self.nets) - 1
         losses: list[Tensor] = [y] * (last + 1)
         kept = Kept() if self.shares_images else None  # held until all streams have read it
-        teacher: Tensor | None = None
+        outside = teacher is not None
         answered: torch.cuda.Event | None = None
         main = torch.cuda.current_stream() if self.streams else None
         for task in range(last, -1, -1):  # the longest first: the others read its images and learn from its answer
@@ -70,9 +71,10 @@ class Tasks:
                     self.streams[task].wait_event(answered)
                 logits = self.forward(task, x, kept)
                 if task == last and (kept is not None or self.train.distill):
-                    teacher = logits.detach() if self.train.distill else None
+                    if self.train.distill and not outside:
+                        teacher = logits.detach()
                     answered = self.streams[task].record_event() if self.streams else None
-                losses[task] = self.learn(task, logits, y, teacher if task < last else None)
+                losses[task] = self.learn(task, logits, y, teacher if outside or task < last else None)
         if main is not None:
             for stream in self.streams:
                 main.wait_stream(stream)
