@@ -174,6 +174,13 @@ def test_a_transformer_with_exits_answers_by_deadline(tmp_path: Any) -> None:
     net = exits(Transformer().eval(), (0.4,), IMAGE).eval()
     spec = nestling.Spec("mine", IMAGE, tuple("abcdefg"), net.sizes, mean=(0.5,) * 3, std=(0.5,) * 3)
     nestling.export_net(net, spec, str(tmp_path / "mine"), torch.randn(8, *IMAGE))  # which verifies what it wrote
+    image = torch.randint(0, 256, IMAGE, dtype=torch.uint8)
+    with nestling.Runtime(str(tmp_path / "mine")) as runtime:
+        assert not runtime.answer(image, deadline=0.0), "no time, no answer"
+        answer = runtime.answer(image, deadline=None)
+    assert answer.stage == len(net.sizes) and answer.final
+    expected = net(((image / 255 - 0.5) / 0.5)[None])[-1][0]
+    assert answer.name == "abcdefg"[int(expected.argmax())]
 
 
 def test_work_is_counted_as_torch_counts_it() -> None:
