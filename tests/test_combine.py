@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestling.errors import NestlingError
-from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD, Weighted
+from nestling.gradients.combiners import COMBINERS, OSGD, SGD, Damped, NormOSGD, NormSGD, PCGrad, SumSGD, Weighted
 
 EXAMPLES = max(100, settings.default.max_examples if settings.default else 0)
 ZOO = matrices()
@@ -203,6 +203,7 @@ PINNED = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0], [0.0, 2.0, -1.0]], dty
 # Gram [[18, -22, 1], [-22, 38, 1], [1, 1, 5]]. By hand, g2~ = g2 + 22/18 g1 = (10, 20, 20)/9, g3~ = (0, 3, -3)/2.
 A, B, C = 18**0.5, 38**0.5, 5**0.5  # the norms
 PINS: dict[str, list[float]] = {
+    "damped": [-4, 1, 1],
     "sgd": [2 / 3, 4 / 3, 1 / 3],
     "sgd-sum": [2, 4, 1],
     "normsgd": [(-4 / A + 6 / B) / 6, (1 / A + 1 / B + 2 / C) / 6, (1 / A + 1 / B - 1 / C) / 6],
@@ -220,6 +221,26 @@ PINS: dict[str, list[float]] = {
 def test_pinned_matrix(name: str) -> None:
     combine = PCGrad(shuffle=False) if name == "pcgrad" else COMBINERS[name]()
     assert run(PINNED, combine)[0].tolist() == pytest.approx(PINS[name], abs=1e-7)
+
+
+@settings(max_examples=EXAMPLES)
+@given(cases(), st.sampled_from([0.0, 0.25, 1.0]))
+def test_damping_softens_what_later_tasks_say_to_entries_of_earlier_ones(
+    case: tuple[Tensor, list[int], list[int], Tensor], damping: float
+) -> None:
+    rows, _, widths, owned = case
+    wanted = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for entry in range(rows.shape[1]):
+        first, *later = owned[:, entry].nonzero().flatten().tolist() or [0]
+        wanted[entry] = rows[first, entry] + damping * sum(rows[task, entry] for task in later)
+    found, _ = run(rows, Damped(damping), widths, owned, elementwise=True)
+    assert near(found, wanted, rows.norm())
+
+
+def test_damping_is_a_share() -> None:
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(NestlingError, match="damping is"):
+            Damped(wrong)
 
 
 @pytest.mark.parametrize("combine", [NormSGD(), NormOSGD()])

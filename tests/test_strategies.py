@@ -43,7 +43,9 @@ def test_a_combiner_of_ones_own_trains_from_the_command_line(
 
 @pytest.mark.parametrize("name", sorted(COMBINERS))
 def test_what_a_recipe_names_is_what_is_made(name: str) -> None:
-    given = StrategyRecipe(name, order=(2, 1, 3), scope="block", importance=(1, 2, 3), constant=0.25, literal=True)
+    given = StrategyRecipe(
+        name, order=(2, 1, 3), scope="block", importance=(1, 2, 3), constant=0.25, literal=True, damping=0.5
+    )
     made = make_combiner(given, stages=3, seed=7)
     assert type(made) is COMBINERS[name]
     wanted = {
@@ -52,6 +54,7 @@ def test_what_a_recipe_names_is_what_is_made(name: str) -> None:
         "importance": (1, 2, 3),
         "constant": 0.25,
         "literal": True,
+        "damping": 0.5,
         "seed": 7,
     }
     for field in STRATEGIES[name].takes:

@@ -80,7 +80,7 @@ def test_tasks_through_their_own_subnetworks_take_the_same_step(network: str, st
         assert torch.allclose(a, b, rtol=1e-8, atol=1e-11), key
 
 
-@pytest.mark.parametrize("strategy", ["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad"])
+@pytest.mark.parametrize("strategy", ["sgd", "sgd-sum", "normsgd", "osgd", "osgd-norm", "pcgrad", "damped"])
 def test_every_strategy_learns(tmp_path: Path, strategy: str) -> None:
     # osgd-norm and normsgd move a fixed distance per step, so they get a rate of their own
     rate = "train.lr=0.5" if "norm" in strategy else "train.lr=0.1"

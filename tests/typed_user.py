@@ -15,6 +15,7 @@ from nestling import (
     SGD,
     Accumulator,
     Answer,
+    Damped,
     DataRecipe,
     Greedy,
     NestedNet,
@@ -82,7 +83,7 @@ def train(net: NestedNet, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer
     report = backward(losses, net, OSGD(order=priority.order, importance=priority.importance))
     assert_type(report.weights, Tensor | None)
     assert_type(report.cosines, Tensor)
-    for combine in (SGD(), SumSGD(), NormSGD(), NormOSGD(), PCGrad(seed=0), COMBINERS["osgd"]()):
+    for combine in (SGD(), SumSGD(), NormSGD(), NormOSGD(), PCGrad(seed=0), Damped(0.5), COMBINERS["osgd"]()):
         backward(losses, net.parameters(), combine)
     parts = Accumulator(net, SGD())
     parts.add(losses)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.errors import NestlingError
     from nestling.export.spec import Spec
     from nestling.gradients.accumulate import Accumulator, backward
-    from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
+    from nestling.gradients.combiners import COMBINERS, OSGD, SGD, Damped, NormOSGD, NormSGD, PCGrad, SumSGD
     from nestling.gradients.combiners.greedy import Greedy
     from nestling.gradients.combiners.priority import from_deadlines
     from nestling.nets.exits import exits
@@ -33,6 +33,7 @@ __all__ = [
     "COMBINERS",
     "Accumulator",
     "Answer",
+    "Damped",
     "DataRecipe",
     "Greedy",
     "NestedNet",
@@ -64,7 +65,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.errors": ("NestlingError",),
     "nestling.export.spec": ("Spec",),
     "nestling.gradients.accumulate": ("Accumulator", "backward"),
-    "nestling.gradients.combiners": ("COMBINERS", "OSGD", "SGD", "NormOSGD", "NormSGD", "PCGrad", "SumSGD"),
+    "nestling.gradients.combiners": ("COMBINERS", "OSGD", "SGD", "Damped", "NormOSGD", "NormSGD", "PCGrad", "SumSGD"),
     "nestling.gradients.combiners.greedy": ("Greedy",),
     "nestling.gradients.combiners.priority": ("from_deadlines",),
     "nestling.nets.exits": ("exits",),

@@ -104,6 +104,7 @@ class StrategyRecipe(Section):
     importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
     refresh: Positive = 1  # recompute the combination's weights every k steps, and as an epoch begins
     constant: AboveZero = 0.5  # normsgd and osgd-norm: the paper's C, the norm that the largest task's gradient gets
+    damping: Share = 0.0  # damped: the share of later losses in the training of weights born earlier
     literal: bool = False  # the paper's own sqrt(d_s) * C, about a hundred times as large: lower the constant with it
 
     def __post_init__(self) -> None:
@@ -249,6 +250,7 @@ LATER = {
     "teaches",
     "constant",
     "literal",
+    "damping",
 }  # fields that recipes written before them lack; their defaults are what was done then
 
 

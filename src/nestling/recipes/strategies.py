@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sgd-sum": Strategy(f"{COMBINERS}.sgd:SumSGD", ("importance",), paper=3),  # ours, beside the paper's
     "normsgd": Strategy(f"{COMBINERS}.norm:NormSGD", ("importance", "constant", "literal"), paper=5),
     "pcgrad": Strategy(f"{COMBINERS}.pcgrad:PCGrad", ("scope", "importance", "seed")),
+    "damped": Strategy(f"{COMBINERS}.damped:Damped", ("damping", "importance")),
     "greedy": Strategy(paper=1),
 }
 
