@@ -8,12 +8,12 @@ import pytest
 
 from nestling.errors import NestlingError
 from nestling.nets import plan
-from nestling.paper.claims import at_equal_cost, claims, priorities
-from nestling.paper.findings import MARK, filled, write_findings
-from nestling.paper.results import compare
-from nestling.paper.statistics import Estimate, estimate, gain, image_error, verdict
-from nestling.paper.tables import coverage_table, network_table, words
 from nestling.recipes.recipe import NetworkRecipe
+from nestling.report.paper.claims import at_equal_cost, claims, priorities
+from nestling.report.paper.findings import MARK, filled, write_findings
+from nestling.report.paper.tables import coverage_table, network_table, words
+from nestling.studies.paper.results import compare
+from nestling.studies.paper.statistics import Estimate, estimate, gain, image_error, verdict
 
 ROOT = Path(__file__).parent.parent
 CIFAR10 = (

@@ -25,7 +25,6 @@ FLOW = """
     runtime
     studies
     report
-    paper
     commands
     __main__
 """

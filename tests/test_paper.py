@@ -15,9 +15,15 @@ import pytest
 from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
-from nestling.paper.everything import Job, everything, missing_jobs
-from nestling.paper.grid import SCOPES, TABLES, cells, four_orders, recipe_of, run_name, train_cells
-from nestling.paper.results import (
+from nestling.recipes import RECIPES, named
+from nestling.recipes.recipe import StrategyRecipe, override
+from nestling.report.content import Table
+from nestling.report.markdown import table_text
+from nestling.report.paper.tables import gap_table, missing, network_table
+from nestling.runs.folder import RunDir
+from nestling.studies.paper.everything import Job, everything, missing_jobs
+from nestling.studies.paper.grid import SCOPES, TABLES, cells, four_orders, recipe_of, run_name, train_cells
+from nestling.studies.paper.results import (
     changes,
     collect,
     command_of,
@@ -31,12 +37,6 @@ from nestling.paper.results import (
     store,
     strategy_name,
 )
-from nestling.paper.tables import gap_table, missing, network_table
-from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import StrategyRecipe, override
-from nestling.report.content import Table
-from nestling.report.markdown import table_text
-from nestling.runs.folder import RunDir
 from nestling.train import Training
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
 from nestling.nets import plan
-from nestling.paper.deadlines import read_studies
-from nestling.paper.figures import lent
-from nestling.paper.pictures import VIEWS
-from nestling.paper.results import read_csv
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.report.figures.deadlines import limit_names
+from nestling.report.paper.deadlines import read_studies
+from nestling.report.paper.figures import lent
+from nestling.report.paper.pictures import VIEWS
 from nestling.studies.deadline import FRACTIONS
+from nestling.studies.paper.results import read_csv
 
 SET = ("train.epochs=2", "data.limit=600", "train.batch=20", "train.diagnostics=false", "network.blocks=1,1")
 SHARED = tuple(each for each in SET if "diagnostics" not in each)

@@ -17,10 +17,10 @@ from nestling.gradients.combiners import COMBINERS, OSGD, make_combiner
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
-from nestling.paper.grid import CHOICES
-from nestling.paper.tables import ORDER
 from nestling.recipes.recipe import StrategyRecipe, keys, says
 from nestling.recipes.strategies import STRATEGIES, Strategy, of_the_paper
+from nestling.report.paper.tables import ORDER
+from nestling.studies.paper.grid import CHOICES
 
 
 def test_a_combiner_of_ones_own_trains_from_the_command_line(

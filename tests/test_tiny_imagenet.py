@@ -14,10 +14,10 @@ from nestling.commands import train as train_command
 from nestling.data import MemorySplit, load, tiny_imagenet
 from nestling.data.dataset import channel_statistics
 from nestling.errors import NestlingError
-from nestling.paper.grid import recipe_of
-from nestling.paper.results import read_results
-from nestling.paper.tables import tables
 from nestling.recipes.recipe import DataRecipe
+from nestling.report.paper.tables import tables
+from nestling.studies.paper.grid import recipe_of
+from nestling.studies.paper.results import read_results
 
 CLASSES = ("n01443537", "n01629819", "n01641577", "n01644900")
 WORDS = ("goldfish, Carassius auratus", "European fire salamander", "frog, bullfrog", "frog, tailed")

@@ -10,10 +10,10 @@ from rich.console import Group
 from rich.text import Text
 
 from nestling.errors import NestlingError
-from nestling.paper.everything import CIFAR10, SEEDS, Job, everything, missing_jobs
-from nestling.paper.grid import CHOICES, cells, known, train_cells
-from nestling.paper.results import collect, compare, read_results, store
-from nestling.paper.tables import LEGEND, Table, tables
+from nestling.report.paper.tables import LEGEND, Table, tables
+from nestling.studies.paper.everything import CIFAR10, SEEDS, Job, everything, missing_jobs
+from nestling.studies.paper.grid import CHOICES, cells, known, train_cells
+from nestling.studies.paper.results import collect, compare, read_results, store
 
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
@@ -145,11 +145,8 @@ def write_up(
     """What is done with runs that are there: draw them, or measure the latency of their networks."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("figures need matplotlib, which is not installed; pip install 'nestling[report]'")
-    from nestling.paper import (
-        deadlines,
-        figures,
-        findings,
-    )  # here, because matplotlib may be missing and takes its time
+    # here, because matplotlib may be missing and takes its time
+    from nestling.report.paper import deadlines, figures, findings
     from nestling.report.records import find
 
     if part == "profile":

@@ -253,6 +253,12 @@ LATER = {
     "damping",
 }  # fields that recipes written before them lack; their defaults are what was done then
 
+# Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
+CHANCE = {
+    "name", "train.seed", "train.device", "train.engine", "train.compile", "train.tensorboard", "train.diagnostics",
+    "train.evaluate_every", "train.checkpoint_every", "data.root", "data.workers",
+}  # fmt: skip
+
 
 def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
     """found, if it is a mapping with exactly the fields of kind; those that came later may be missing."""

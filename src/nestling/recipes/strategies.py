@@ -43,3 +43,6 @@ def of_the_paper() -> tuple[str, ...]:
 def that_take(field: str) -> tuple[str, ...]:
     """The strategies that a field of the recipe means something to."""
     return tuple(name for name, strategy in STRATEGIES.items() if field in strategy.takes)
+
+
+NORMALISED = that_take("constant")  # those that rescale gradients, which shows in an independent net, too

@@ -10,20 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestling.recipes.recipe import StrategyRecipe, flat
-from nestling.recipes.strategies import STRATEGIES, that_take
+from nestling.recipes.recipe import CHANCE, StrategyRecipe, flat
+from nestling.recipes.strategies import NORMALISED, STRATEGIES
 from nestling.report.records import Run
 
 NEST, ENSEMBLE, ALONE = "nest", "ensemble", "alone"
 INDEPENDENT = "independent nets"
-NORMALISED = that_take("constant")  # those that rescale gradients, which shows in an independent net, too
 BASELINES = {"width": "even", "depth": "cascade", "alternate": "cascade", "together": "cascade"}  # as in the paper
-
-# Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
-CHANCE = {
-    "name", "train.seed", "train.device", "train.engine", "train.compile", "train.tensorboard", "train.diagnostics",
-    "train.evaluate_every", "train.checkpoint_every", "data.root", "data.workers",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nestling.files import RESULTS
 from nestling.nets import plan
-from nestling.paper.grid import STUDIED, TABLES, cells, sizes
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
 from nestling.recipes.recipe import NetworkRecipe, Recipe
 from nestling.runs.folder import RunDir
+from nestling.studies.paper.grid import STUDIED, TABLES, cells, sizes
+from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
 
 SEEDS = 3
 COMPARED = ("sgd", "sgd-sum", "osgd")

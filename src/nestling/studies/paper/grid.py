@@ -16,12 +16,12 @@ import torch
 from nestling.errors import NestlingError, nearest
 from nestling.files import RESULTS
 from nestling.nets import plan
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
 from nestling.recipes.recipe import StrategyRecipe as Strategy
 from nestling.recipes.strategies import of_the_paper, that_take
 from nestling.runs.folder import RunDir
+from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 from nestling.train import side_by_side
 
 TABLES: dict[str, dict[str, str]] = {  # table -> network -> recipe

@@ -10,19 +10,29 @@ from typing import Any
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import RECIPE
-from nestling.paper import pictures
-from nestling.paper.claims import CIFAR10, claims, claims_table
-from nestling.paper.deadlines import read_studies, store_studies, view_rows
-from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
-from nestling.paper.lent import lent
-from nestling.paper.pictures import VIEWS
-from nestling.paper.results import INDEPENDENT, SAME_RUN, TINY, Row, collect, compare, less, merged, read_results
-from nestling.paper.statistics import label
-from nestling.paper.tables import LEGEND, coverage_table, missing, tables
 from nestling.recipes.recipe import show
 from nestling.report.content import Block, Document, Note, Pictures, Section, Text
+from nestling.report.paper import pictures
+from nestling.report.paper.claims import CIFAR10, claims, claims_table
+from nestling.report.paper.deadlines import read_studies, store_studies, view_rows
+from nestling.report.paper.pictures import VIEWS
+from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables
 from nestling.report.records import Run, find
 from nestling.report.write import publish
+from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
+from nestling.studies.paper.lent import lent
+from nestling.studies.paper.results import (
+    INDEPENDENT,
+    SAME_RUN,
+    TINY,
+    Row,
+    collect,
+    compare,
+    less,
+    merged,
+    read_results,
+)
+from nestling.studies.paper.statistics import label
 
 SHOWN = ("osgd", "sgd")  # ways of training that the figures show, the paper's own first
 FIXED = "strategy.order="

@@ -18,8 +18,8 @@ from typing import Any
 from nestling.errors import NestlingError
 from nestling.files import PROVENANCE, RESULTS, write_atomically
 from nestling.recipes import RECIPES
-from nestling.recipes.recipe import Recipe, flat, override, show
-from nestling.report.families import CHANCE, NORMALISED
+from nestling.recipes.recipe import CHANCE, Recipe, flat, override, show
+from nestling.recipes.strategies import NORMALISED
 from nestling.runs.folder import RunDir
 
 Row = dict[str, Any]
@@ -207,7 +207,7 @@ def short(device: str) -> str:
 @cache
 def published() -> dict[tuple[str, str, int], tuple[float, float]]:
     """The paper's (error, standard deviation) by network, strategy and stage, in %; nan where it gives no deviation."""
-    text = files("nestling.paper").joinpath("paper.csv").read_text(encoding="utf-8")
+    text = files("nestling.studies.paper").joinpath("paper.csv").read_text(encoding="utf-8")
     return {
         (row["network"], row["strategy"], int(row["stage"])): (float(row["error"]), float(row["std"] or "nan"))
         for row in csv.DictReader(text.splitlines())

@@ -11,16 +11,16 @@ from math import inf, isinf
 from pathlib import Path
 
 from nestling.files import WEIGHTS
-from nestling.paper.pictures import View
-from nestling.paper.results import ALONE, Row, changes, less, short, strategy_name, write_csv
-from nestling.paper.statistics import label
 from nestling.recipes.recipe import Recipe
 from nestling.report.families import families
+from nestling.report.paper.pictures import View
 from nestling.report.records import Run
 from nestling.report.study import study
 from nestling.report.times import conditions
 from nestling.runs.provenance import provenance
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
+from nestling.studies.paper.results import ALONE, Row, changes, less, short, strategy_name, write_csv
+from nestling.studies.paper.statistics import label
 from nestling.studies.profile import profile
 
 STUDY = "nestling paper figures"  # the command that computes and keeps studies

@@ -11,8 +11,6 @@ from math import isinf
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from nestling.paper.grid import sizes_of
-from nestling.paper.results import ALONE, Row, paper_number
 from nestling.report.content import Picture, count_text, time_text
 from nestling.report.families import BASELINES
 from nestling.report.figures.deadlines import limit_names, places
@@ -20,6 +18,8 @@ from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, pa
 from nestling.report.theme import BASE as BASE_COLOUR
 from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, SCHEMES, Look
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
+from nestling.studies.paper.grid import sizes_of
+from nestling.studies.paper.results import ALONE, Row, paper_number
 
 WIDTH, HEIGHT = 11.0, 3.9  # inches of a picture of three panels
 PAPER_LOOK = Look(FAINT, "x", "-.")

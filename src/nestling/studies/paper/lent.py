@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from nestling.nets import plan
-from nestling.paper.grid import TABLES, sizes_of
-from nestling.paper.results import ALONE, Row
 from nestling.recipes.recipe import NetworkRecipe
+from nestling.studies.paper.grid import TABLES, sizes_of
+from nestling.studies.paper.results import ALONE, Row
 
 
 def lent(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:

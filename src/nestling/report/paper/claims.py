@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nestling.paper.grid import STUDIED, TABLES, four_orders, sizes_of
-from nestling.paper.results import ALONE, Row
-from nestling.paper.statistics import (
+from nestling.recipes.recipe import show
+from nestling.report.content import Cell, Table
+from nestling.studies.deadline import ORACLE_ALL
+from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
+from nestling.studies.paper.results import ALONE, Row
+from nestling.studies.paper.statistics import (
     HOLDS,
     NOT,
     OPEN,
@@ -23,9 +26,6 @@ from nestling.paper.statistics import (
     label,
     verdict,
 )
-from nestling.recipes.recipe import show
-from nestling.report.content import Cell, Table
-from nestling.studies.deadline import ORACLE_ALL
 
 CIFAR10 = (*TABLES["table1"], *TABLES["table2"])
 NESTS = tuple(TABLES["table1"])

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import write_atomically
-from nestling.paper.claims import claims, claims_table, gains_table
-from nestling.paper.deadlines import read_studies
-from nestling.paper.everything import CIFAR10, everything, missing_jobs
-from nestling.paper.grid import recipe_of
-from nestling.paper.lent import lent
-from nestling.paper.results import INDEPENDENT, TINY, Row, compare, read_results
-from nestling.paper.statistics import image_error
-from nestling.paper.tables import coverage_table, network_table, variants_table
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
+from nestling.report.paper.claims import claims, claims_table, gains_table
+from nestling.report.paper.deadlines import read_studies
+from nestling.report.paper.tables import coverage_table, network_table, variants_table
+from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
+from nestling.studies.paper.grid import recipe_of
+from nestling.studies.paper.lent import lent
+from nestling.studies.paper.results import INDEPENDENT, TINY, Row, compare, read_results
+from nestling.studies.paper.statistics import image_error
 
 TABLES = ("table1", "table2", "digits")
 MADE = "made by nestling paper findings"

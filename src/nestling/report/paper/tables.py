@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import isnan
 
-from nestling.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
-from nestling.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, paper_number
-from nestling.paper.statistics import label
 from nestling.recipes.strategies import of_the_paper
 from nestling.report.content import Cell, Table
+from nestling.studies.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
+from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, paper_number
+from nestling.studies.paper.statistics import label
 
 ORDER = (*of_the_paper(), *INDEPENDENT)  # the paper's columns, and ours between them
 SEEDS = {"table1": 3, "table2": 3}  # of the paper
