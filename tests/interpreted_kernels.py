@@ -53,7 +53,7 @@ def main() -> None:
             p = torch.zeros(size, requires_grad=True)
             taken = Accumulator(p_list := [p], OSGD())
             taken.add([(row * p).sum() for row in jac])
-            taken.stored = [[row.clone() if not shift else torch.cat([row[:1], row])[1:]] for row in jac]
+            taken.step.stored = [[row.clone() if not shift else torch.cat([row[:1], row])[1:]] for row in jac]
             pretend()
             report = taken.fill()
             kernels.usable = plain

@@ -318,7 +318,7 @@ def test_rows_hold_only_what_a_task_owns() -> None:
     net = make("sliced")
     rows = Accumulator(net, OSGD())
     rows.add(losses_of(net, *batch()))
-    counts = [sum(g.numel() for g in row if g is not None) for row in rows.stored]
+    counts = [sum(g.numel() for g in row if g is not None) for row in rows.step.stored]
     # first: 27 + 1 per channel; second: a leading block of the channels; own head
     assert counts == [28 * w + 9 * w * w + w + 4 * w + 4 for w in (1, 2, 4)]
 

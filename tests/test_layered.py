@@ -149,7 +149,7 @@ def test_micro_batches_have_rows() -> None:
     net = make("two tasks")
     rows = Accumulator(net, OSGD(), mode="layers")
     rows.add(losses_of(net, *batch()))
-    assert not rows.layers and all(g is not None for g in rows.stored[0][:2])
+    assert not rows.step.layers and all(g is not None for g in rows.step.stored[0][:2])
 
 
 def test_heads_in_one_layer_are_still_noticed() -> None:

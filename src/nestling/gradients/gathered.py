@@ -1,0 +1,213 @@
+"""What the micro-batches of one step have given so far: rows, or a single row of the losses under weights.
+
+In come losses; out come the rows with who owns what, averaged over the ranks. What is wrong with them is refused here, with
+the task named. It lives for one step; it does not know when a step ends, nor how rows are combined.
+"""
+
+from collections.abc import Sequence
+from typing import Generic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nestling.errors import NestlingError
+from nestling.gradients.checks import (
+    explained,
+    nonfinite,
+    nonfinite_gradient,
+    nonfinite_losses,
+    refuse_sparse,
+    unreached,
+)
+from nestling.gradients.contract import R, TaskRows
+from nestling.gradients.layered import LayeredRows, take
+from nestling.gradients.owners import Layout, from_masks, tasks_of
+from nestling.gradients.passes import of_task, of_weighted, put_aside
+from nestling.gradients.reduce import Reduction, agree
+from nestling.gradients.rowless import Layer
+from nestling.gradients.rows import Rows
+from nestling.gradients.stacked import refuse_stacked
+from nestling.gradients.trained import Statistics, Trained
+from nestling.gradients.walks import mixed, refuse_reentrant
+
+
+class Gathered(Generic[R]):
+    """The gradients of a step that has begun, of the parameters that are trained now."""
+
+    def __init__(self, now: Trained, group: dist.ProcessGroup | None, check: bool) -> None:
+        self.now = now
+        self.group = group
+        self.check = check
+        self.tasks = 0
+        self.micro = 0  # micro-batches added
+        self.broken = False  # whether a later one failed and left its rows half added
+        self.reached: bool | None = None  # whether any loss reached any parameter; None: none was asked for
+        self.certain = True  # whether the graph could tell who owns what
+        self.wrong: set[int] = set()  # tasks whose loss was not finite, to be told to all ranks
+        self.stored: list[list[Tensor | None]] = []  # a row per task, or a single one of the weighted losses
+        self.lone: R | None = None  # the report that goes with a single row
+        self.pending: list[Reduction] = []
+        self.layers: list[Layer] = []  # whose weights have no rows
+        self.scale: Tensor | None = None
+
+    def add_rows(
+        self, losses: Sequence[Tensor | None], statistics: Statistics, final: bool, retain_graph: bool
+    ) -> None:
+        """A backward per task. With `final` the ranks average a task's row while the next task's backward runs."""
+        early = self.group if final and self.now.layout is not None else None
+        if self.micro == 0:
+            self.stored = [[None] * len(self.now.params) for _ in losses]
+        with put_aside(self.now.params):
+            last = max(task for task, loss in enumerate(losses) if loss is not None)
+            for task, loss in enumerate(losses):
+                if loss is not None:
+                    self._add_task(task, loss, retain=retain_graph or task < last)
+                    statistics.settle()
+                else:
+                    self.now.fill_up(task, self.stored[task])
+                if early is not None:
+                    self.pending.append(Reduction(self.stored[task], early))
+
+    def add_weighted(self, losses: Sequence[Tensor | None], weights: Tensor, retain_graph: bool) -> None:
+        """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
+        if self.check:
+            self.wrong.update(nonfinite(losses))
+            if self.group is None:  # else all ranks are told in fill
+                self._refuse_wrong_losses()
+        pairs = [(w, loss) for w, loss in zip(weights.unbind(), losses, strict=True) if loss is not None]
+        there, seeds = [loss for _, loss in pairs], [w.to(loss).view(loss.shape) for w, loss in pairs]
+        if self.scale is not None:
+            seeds = [seed * self.scale.to(seed) for seed in seeds]
+        self.stored = self.stored or [[None] * len(self.now.params)]
+        of_weighted(there, seeds, retain_graph, self.now.params, self.stored[0])
+        self.reached = any(grad is not None for grad in self.stored[0])
+
+    @torch.no_grad()
+    def put_lone(self) -> R:
+        """Add a single row to `.grad`; the report that was known before it."""
+        assert self.lone is not None
+        if self.check:
+            nonfinite_gradient(self.now.named, self.stored[0])
+        for p, grad in zip(self.now.params, self.stored[0], strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+        return self.lone
+
+    def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
+        seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
+        if self.layers:
+            self._add_layered(task, loss, seed, retain)
+            return
+        reached = of_task(loss, seed, retain, task, self.now, self.stored[task])
+        if reached is not None:
+            self.reached = bool(self.reached) or reached
+
+    def _add_layered(self, task: int, loss: Tensor, seed: Tensor | None, retain: bool) -> None:
+        """The same, with output gradients of layers in place of their weights' rows."""
+        try:
+            found = take(loss, seed, retain, task, self.layers, self.now.params)
+        except RuntimeError as error:
+            raise explained(error, task) from error
+        for i, grad in found.items():
+            refuse_sparse(grad, self.now.named[i][0])
+            self.stored[task][i] = grad.permute(self.now.specs[i].memory).contiguous()
+        reached = {*found, *(layer.param for layer in self.layers if task in layer.tasks)}
+        self.now.missed -= reached
+        self.reached = bool(self.reached) or bool(reached)
+
+    def check_owners(self, losses: Sequence[Tensor], matter: bool, first: bool) -> None:
+        """Whether the graph can tell who owns what; looked at again only where it says something new."""
+        if first and self.micro == 0 and self.now.missed:  # hidden, or just unused?
+            refuse_reentrant(losses)
+        if self.now.layout is not None and not self.now.found:
+            return
+        masks = tuple(self.masks())
+        if masks not in self.now.known:
+            lost = mixed(losses)
+            if lost and matter:
+                raise NestlingError(
+                    "these losses come from a net that was compiled whole, whose graph no longer tells which task uses "
+                    "which parameter, and this method needs to know: pass owners=, such as nestling.gradients.owners_of("
+                    "losses, net.named_parameters()) of one forward pass before compiling; or compile per stage"
+                )
+            if matter and self.check:
+                refuse_stacked(self.now.named, self.stored)
+            self.now.known[masks] = not lost
+        self.certain = self.certain and self.now.known[masks]
+
+    def settle_layout(self) -> Layout | None:
+        """Who owns what: known, or read off the rows; ranks agree on it once. None for a single row."""
+        if self.lone is not None:
+            if self.group is not None:
+                self.now.agree(self.masks(), self.stored, True, self.group)
+            return None
+        if self.now.layout is None:
+            masks = self.masks()
+            if self.group is None:
+                return from_masks(self.now.specs, tuple(masks), self.tasks)
+            self.now.layout = from_masks(
+                self.now.specs, tuple(self.now.agree(masks, self.stored, False, self.group)), self.tasks
+            )
+            self.now.found = True
+        return self.now.layout
+
+    def rows(self, layout: Layout, refresh: int) -> TaskRows:
+        """What a combiner is given."""
+        part = layout
+        if self.layers:
+            without = {layer.param for layer in self.layers}
+            masks = tuple(0 if i in without else mask for i, mask in enumerate(self.masks()))
+            part = from_masks(self.now.specs, masks, self.tasks)
+        rows = Rows(
+            self.now.params,
+            part,
+            self.stored,
+            scale=self.scale,
+            check=self.check,
+            group=self.group,
+            refresh=refresh,
+            certain=self.certain,
+        )
+        return LayeredRows(layout, self.layers, rows) if self.layers else rows
+
+    def average(self) -> None:
+        """Over the ranks, unless that has begun; wait for it."""
+        if self.group is None:
+            return
+        if self.check and self.lone is not None:
+            self._refuse_wrong_losses()
+        for reduction in self.pending or [Reduction(row, self.group) for row in self.stored]:
+            reduction.wait()
+
+    def refuse_broken(self) -> None:
+        if self.broken:
+            raise NestlingError(
+                f"micro-batch {self.micro + 1} of this step failed after some of its gradients were added: call clear() "
+                f"and begin the step anew"
+            )
+
+    def refuse_unreached(self) -> None:
+        """Raise if no loss reached any parameter; ranks ask each other at the first step."""
+        reached = self.reached
+        if self.group is not None:
+            if not self.now.met:
+                self.now.met = any(agree([int(reached is not False)], 1, self.now.device, self.group))
+            reached = self.now.met
+        if reached is False:
+            raise unreached(self.now.named)
+
+    def _refuse_wrong_losses(self) -> None:
+        """Raise if a loss was NaN or infinite, on any rank, naming its task."""
+        if self.group is not None:
+            mask = sum(1 << task for task in self.wrong)
+            joined = agree([mask], self.tasks, self.now.device, self.group)[0]
+            self.wrong = set(tasks_of(joined))
+        if self.wrong:
+            raise nonfinite_losses(sorted(self.wrong), self.tasks)
+
+    def masks(self) -> list[int]:
+        """Per parameter the tasks that reached it, as bits."""
+        layers = {layer.param: sum(1 << task for task in layer.tasks) for layer in self.layers}
+        reached = [[row[i] is not None for row in self.stored] for i in range(len(self.now.params))]
+        return [layers.get(i, sum(1 << task for task, bit in enumerate(bits) if bit)) for i, bits in enumerate(reached)]
