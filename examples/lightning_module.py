@@ -1,7 +1,7 @@
 """OSGD in a Lightning module, with manual optimisation. `python examples/lightning_module.py [epochs]`
 
-It needs `pip install lightning`. For several devices give the Trainer a strategy that does not wrap the module in
-DistributedDataParallel (nestling refuses it and says so): nestling averages each task's gradient over the ranks itself.
+It needs `pip install lightning`. Lightning's `ddp` strategy needs no change: nestling averages each task's gradient over the
+ranks itself, beside the wrapper's hooks.
 """
 
 import sys

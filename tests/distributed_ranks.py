@@ -1,11 +1,12 @@
 """What each rank does in test_distributed.py: `torchrun --nproc-per-node 2 distributed_ranks.py CASES FOLDER`.
 
-Trains a small nest on this rank's half of every batch and saves the weights; or shows that a wrapper is refused.
+Trains a small nest on this rank's half of every batch, bare or wrapped, and saves the weights; or shows what is refused.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor.debug import CommDebugMode
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, backward
+from nestling.gradients import Accumulator, backward, owners_of
 from nestling.gradients.combiners import COMBINERS
 
 
@@ -41,16 +43,29 @@ class Nest(nn.Module):
             found.append(F.cross_entropy(out, y))
         return found
 
+    forward = losses
+
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
+}
+
 
 def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
     """Six steps on this rank's share of 16 examples. Equal for one rank and for two, but for rounding."""
-    method, _, option = case.partition("+")
+    method, *options = case.split("+")
+    wrap = next((WRAPS[option] for option in options if option in WRAPS), None)
+    option = next((option for option in options if option not in WRAPS), "")
     net = Nest()
+    wrapped = net if wrap is None or ranks == 1 else nn.parallel.DistributedDataParallel(net, **wrap)
     combine = COMBINERS[method]()
     if option == "tensor":
         combine.scope = "tensor"
     torch.manual_seed(100 + rank)  # what chance decides must not differ between ranks
-    rows = Accumulator(net, combine, refresh=3 if option == "refresh" else 1, diagnose=option == "rows")
+    rows = Accumulator(wrapped, combine, refresh=3 if option == "refresh" else 1, diagnose=option == "rows")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
     g = torch.Generator().manual_seed(1)
     for step in range(6):
@@ -62,41 +77,83 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         if option == "accumulate":
             for part in (slice(0, None, 2), slice(1, None, 2)):
-                rows.add([loss / 2 for loss in net.losses(mine[0][part], mine[1][part])])
+                rows.add([loss / 2 for loss in wrapped(mine[0][part], mine[1][part])])
             rows.fill()
         elif option == "uneven":
             # One process on both halves sees the mean of what the ranks see, half of it with the odd parameter.
-            halves = [net.losses(x[h], y[h], odd=float(h)) for h in ((rank,) if ranks == 2 else (0, 1))]
+            halves = [wrapped(x[h], y[h], odd=float(h)) for h in ((rank,) if ranks == 2 else (0, 1))]
             rows.backward([sum(parts, start=torch.zeros(())) / len(halves) for parts in zip(*halves, strict=True)])
         elif option == "absent":
             # The second rank's half of the batch has nothing for the second task; one process sees half of its loss.
-            losses: list[Tensor | None] = [*net.losses(*mine)]
-            losses[1] = net.losses(x[0], y[0])[1] / (3 - ranks) if rank == 0 else None
+            losses: list[Tensor | None] = [*wrapped(*mine)]
+            losses[1] = wrapped(x[0], y[0])[1] / (3 - ranks) if rank == 0 else None
             rows.backward(losses)
         else:
-            rows.backward(net.losses(*mine))
+            rows.backward(wrapped(*mine))
         optimizer.step()
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
-def refuse() -> None:
-    """A wrapped model is refused, however its parameters are handed over."""
+def handed_over() -> None:
+    """A wrapped model's parameters, however they are handed over: the ranks end equal, and equal to the mean gradient; a
+    plain backward after ours is averaged by the wrapper as ever, and once."""
+    x, y = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank())), torch.randint(4, (4,))
+    net = Nest()
+    wrapped = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    ways: list[Callable[[], object]] = [
+        lambda: backward(wrapped(x, y), wrapped, COMBINERS["sgd-sum"]()),
+        lambda: backward(wrapped(x, y), wrapped, COMBINERS["sgd-sum"](), diagnose=True),
+        lambda: backward(wrapped(x, y), net, COMBINERS["sgd-sum"]()),
+        lambda: backward(wrapped(x, y), list(wrapped.parameters()), COMBINERS["sgd-sum"](), diagnose=True),
+        lambda: Accumulator(list(net.named_parameters()), COMBINERS["sgd-sum"]()).backward(net.losses(x, y)),
+        lambda: sum(wrapped(x, y)).backward(),
+        lambda: backward(wrapped(x, y), wrapped, COMBINERS["sgd-sum"]()),
+    ]
+    sum(net.losses(x, y)).backward()  # type: ignore[union-attr]
+    wanted = [None if p.grad is None else p.grad / dist.get_world_size() for p in net.parameters()]
+    for grad in wanted:
+        if grad is not None:
+            dist.all_reduce(grad)
+    for way in ways:
+        net.zero_grad()
+        way()
+        for p, grad in zip(net.parameters(), wanted, strict=True):
+            if grad is not None:
+                torch.testing.assert_close(p.grad, grad, atol=1e-6, rtol=0)
+
+
+def unnoticed() -> None:
+    """A wrapper's own averaging, whose first backward of a static graph is a special one, has no part in ours; and the
+    node that it puts on top of all outputs does not hide who owns what."""
+    x, y = torch.randn(4, 8), torch.randint(4, (4,))
+    owners = {name: int(mask) for name, mask in owners_of(Nest().losses(x, y), Nest().named_parameters()).items()}
+    assert set(owners.values()) == {0}  # of another net
+    sent = {}
+    for kind, options in WRAPS.items():
+        net = Nest()
+        wrapped = nn.parallel.DistributedDataParallel(net, **options)
+        losses = wrapped(x, y)
+        owners = {name: int(mask) for name, mask in owners_of(losses, net.named_parameters()).items()}
+        assert owners["heads.0.weight"] == 1 and owners["stages.1.bias"] == 6 and owners["odd"] == 0, owners
+        with CommDebugMode() as counted:
+            backward(losses, wrapped, COMBINERS["osgd"]())
+        sent[kind] = counted.get_total_counts()
+    assert len(set(sent.values())) == 1, sent
+
+
+def more_than_averaging() -> None:
+    """A wrapper that does more to gradients than to average them."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
     net = Nest()
     wrapped = nn.parallel.DistributedDataParallel(net)
-    x, y = torch.randn(4, 8), torch.randint(4, (4,))
-    tries: list[Callable[[], object]] = [
-        lambda: backward(net.losses(x, y), wrapped, COMBINERS["osgd"]()),
-        lambda: backward(net.losses(x, y), net, COMBINERS["osgd"]()),
-        lambda: backward(net.losses(x, y), list(wrapped.parameters()), COMBINERS["sgd"]()),
-        lambda: Accumulator(list(net.named_parameters()), COMBINERS["osgd"]()),
-    ]
-    for attempt in tries:
-        try:
-            attempt()
-        except NestlingError as error:
-            assert "DistributedDataParallel" in str(error) and "bare" in str(error)
-        else:
-            raise AssertionError("a wrapped model was taken")
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    try:
+        backward(wrapped(torch.randn(4, 8), torch.randint(4, (4,))), wrapped, COMBINERS["osgd"]())
+    except NestlingError as error:
+        assert "communication hook" in str(error)
+    else:
+        raise AssertionError("a communication hook was passed by")
 
 
 def disagree() -> None:
@@ -122,14 +179,15 @@ def not_finite() -> None:
         ("osgd", False, float("inf"), "gradient of task 1"),
         ("sgd", False, 0.0, "although every loss is finite"),  # the root of zero
     ]
-    for method, diagnose, factor, words in cases:
+    for (method, diagnose, factor, words), wrap in product(cases, (False, True)):
         net = Nest()
+        model = nn.parallel.DistributedDataParallel(net) if wrap else net
         x, y = torch.randn(4, 8), torch.randint(4, (4,))
-        losses = net.losses(x, y, odd=1e-6)
+        losses = model(x, y, odd=1e-6)
         if dist.get_rank() == 1:
             losses[1] = losses[1] + net.odd.sqrt().sum() if factor == 0.0 else losses[1] * factor
         try:
-            backward(losses, net, COMBINERS[method](), diagnose=diagnose)
+            backward(losses, model, COMBINERS[method](), diagnose=diagnose)
         except NestlingError as error:
             assert words in str(error), (method, error)
         else:
@@ -172,7 +230,9 @@ def sharded() -> None:
 
 
 REFUSALS: dict[str, Callable[[], None]] = {
-    "wrapped": refuse,
+    "handed over": handed_over,
+    "unnoticed": unnoticed,
+    "more than averaging": more_than_averaging,
     "late": disagree,
     "not finite": not_finite,
     "strangers": strangers,

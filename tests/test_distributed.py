@@ -27,6 +27,12 @@ CASES = [
     "osgd+uneven",
     "osgd-norm",
     "pcgrad",
+    *(f"{method}+{wrap}" for method in ("osgd", "normsgd", "sgd") for wrap in ("ddp", "unused", "static", "view")),
+    *(
+        f"osgd+{wrap}+{option}"
+        for wrap in ("ddp", "unused")
+        for option in ("accumulate", "freeze", "refresh", "uneven")
+    ),
 ]
 
 
@@ -61,5 +67,5 @@ def test_ranks_end_equal_and_equal_to_one_process(trained: Path, case: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(REFUSALS))
 def test_what_ranks_cannot_do_is_refused_in_words(trained: Path, case: str) -> None:
-    """A DistributedDataParallel wrapper, however its parameters are handed over; a parameter first used late."""
+    """And what they can do however a wrapped model is handed over; a parameter first used late."""
     assert all((trained / f"{case}-{rank}-of-2").exists() for rank in (0, 1))

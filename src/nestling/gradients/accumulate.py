@@ -32,6 +32,7 @@ from nestling.gradients.reduce import group_of
 from nestling.gradients.rowless import find
 from nestling.gradients.trained import Statistics, Trained
 from nestling.gradients.walks import refuse_scaled
+from nestling.gradients.wrapped import unwrapped
 
 Owners = Mapping[str, Tensor] | Mapping[Tensor, Tensor]
 
@@ -73,17 +74,17 @@ class Accumulator(Generic[R]):
         check_combine(combine)
         check_scaler(scaler)
         self.given = named(params)  # the frozen ones too: they may be unfrozen later
-        self.net = params if isinstance(params, nn.Module) else None
+        self.net = unwrapped(params) if isinstance(params, nn.Module) else None
         self.combine = combine
         self.owners = owners
         self.refresh = refresh
         self.diagnose = diagnose
-        self.group = group_of(reduce)
         self.scaler = scaler
         self.mode = mode
         self.names: Sequence[str] | None = None  # of the tasks, where losses come by name
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
+        self.group = group_of(reduce, self.now.wrapper)
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
         self.renew()
         self.clear()
@@ -221,7 +222,8 @@ class Accumulator(Generic[R]):
 
     def _may_go_without_rows(self) -> bool:
         """Whether this is a whole step of one process, whose owners the graph tells."""
-        whole = self.step.micro == 0 and self.group is None and self.now.layout is None and self.step.tasks > 1
+        alone = self.group is None and self.now.wrapper is None
+        whole = alone and self.step.micro == 0 and self.now.layout is None and self.step.tasks > 1
         told = self.steps > 0 or not self.combine.owners_matter  # rows are looked at once, for stacks of heads
         here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")
         return whole and told and here

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError, join
 from nestling.gradients.owners import MOST_TASKS
-from nestling.gradients.reduce import refuse_wrapped
+from nestling.gradients.wrapped import unwrapped
 
 Named = list[tuple[str, Tensor]]
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -19,8 +19,6 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 def named(params: Params) -> Named:
     """Parameters with names, each once."""
-    if isinstance(params, nn.parallel.DistributedDataParallel):
-        refuse_wrapped(list(params.parameters()))
     if isinstance(params, torch.optim.Optimizer):
         raise NestlingError("params is an optimizer: expected the model, or its parameters, such as model.parameters()")
     if isinstance(params, Tensor):
@@ -29,7 +27,7 @@ def named(params: Params) -> Named:
         )
     if not isinstance(params, Iterable) and not isinstance(params, nn.Module):
         raise NestlingError(f"params is a {type(params).__name__}: expected the model, or its parameters")
-    listed = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
+    listed = list(unwrapped(params).named_parameters()) if isinstance(params, nn.Module) else list(params)
     found: Named = []
     for index, entry in enumerate(listed):
         name, tensor = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)

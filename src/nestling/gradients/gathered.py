@@ -80,7 +80,7 @@ class Gathered(Generic[R]):
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
         self.stored = self.stored or [[None] * len(self.now.params)]
-        of_weighted(there, seeds, retain_graph, self.now.params, self.stored[0])
+        of_weighted(there, seeds, retain_graph, self.now, self.stored[0])
         self.reached = any(grad is not None for grad in self.stored[0])
 
     @torch.no_grad()

@@ -35,20 +35,27 @@ def let_go(losses: Sequence[Tensor]) -> None:
             loss.detach_()
 
 
-def of_weighted(
-    losses: Sequence[Tensor], seeds: Sequence[Tensor], retain: bool, params: Sequence[Tensor], row: Row
-) -> None:
+def of_weighted(losses: Sequence[Tensor], seeds: Sequence[Tensor], retain: bool, now: Trained, row: Row) -> None:
     """One backward of the losses from these seeds, added to the row."""
-    with put_aside(params):
-        for p, grad in zip(params, row, strict=True):
-            p.grad = grad
-        try:
-            torch.autograd.backward(list(losses), list(seeds), retain_graph=retain, inputs=list(params))
-        except RuntimeError as error:
-            refuse_reentrant(losses)
-            raise explained(error, 0) from error
-        finally:
-            row[:] = [p.grad for p in params]
+    try:
+        if now.route is not None:
+            found = now.route.gradients(losses, seeds, retain, now.params)
+            row[:] = [added(kept, grad) for kept, grad in zip(row, found, strict=True)]
+            return
+        with put_aside(now.params):
+            for p, grad in zip(now.params, row, strict=True):
+                p.grad = grad
+            try:
+                torch.autograd.backward(list(losses), list(seeds), retain_graph=retain, inputs=now.params)
+            finally:
+                row[:] = [p.grad for p in now.params]
+    except RuntimeError as error:
+        refuse_reentrant(losses)
+        raise explained(error, 0) from error
+
+
+def added(kept: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return grad if kept is None else kept if grad is None else kept.add_(grad)
 
 
 def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Trained, row: Row) -> bool | None:
@@ -58,23 +65,34 @@ def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Tra
     wanted = [i for i in range(len(now.params)) if boxes is None or now.found or boxes[i] is not None]
     if not wanted:
         return None
-    cut = [boxes is not None and boxes[i] != now.wholes[i] for i in wanted]
-    for i, partial in zip(wanted, cut, strict=True):
-        kept = row[i]
-        now.params[i].grad = None if kept is None or partial else kept.permute(now.specs[i].inverse)
+    # What torch does not add up itself: a part of a gradient, or one that never comes into `.grad`.
+    apart = [now.route is not None or (boxes is not None and boxes[i] != now.wholes[i]) for i in wanted]
     try:
-        torch.autograd.backward(loss, seed, retain_graph=retain, inputs=[now.params[i] for i in wanted])
+        grads = _passed(loss, seed, retain, now, row, wanted, apart)
     except RuntimeError as error:
         raise explained(error, task) from error
-    reached = any(now.params[i].grad is not None for i in wanted)
-    for i, partial in zip(wanted, cut, strict=True):
-        row[i] = _kept(i, task, row[i] if partial else None, now)
-    return reached
+    for i, grad, alone in zip(wanted, grads, apart, strict=True):
+        row[i] = _kept(i, task, grad, row[i] if alone else None, now)
+    return any(grad is not None for grad in grads)
 
 
-def _kept(index: int, task: int, before: Tensor | None, now: Trained) -> Tensor | None:
-    """What came into a parameter's `.grad`: in memory order, contiguous, cut to what the task owns."""
-    grad, spec = now.params[index].grad, now.specs[index]
+def _passed(
+    loss: Tensor, seed: Tensor | None, retain: bool, now: Trained, row: Row, wanted: list[int], apart: list[bool]
+) -> list[Tensor | None]:
+    """The gradients of the wanted parameters; on top of the row where it is not `apart`."""
+    params = [now.params[i] for i in wanted]
+    if now.route is not None:
+        return now.route.gradients([loss], None if seed is None else [seed], retain, params)
+    for i, alone in zip(wanted, apart, strict=True):
+        kept = row[i]
+        now.params[i].grad = None if kept is None or alone else kept.permute(now.specs[i].inverse)
+    torch.autograd.backward(loss, seed, retain_graph=retain, inputs=params)
+    return [p.grad for p in params]
+
+
+def _kept(index: int, task: int, grad: Tensor | None, before: Tensor | None, now: Trained) -> Tensor | None:
+    """A parameter's gradient in memory order, contiguous, cut to what the task owns, and added to what was there before."""
+    spec = now.specs[index]
     box = now.layout.boxes[task][index] if now.layout is not None else None
     if grad is None:
         return before if before is not None or box is None else now.zeros(index, box)
@@ -84,7 +102,6 @@ def _kept(index: int, task: int, before: Tensor | None, now: Trained) -> Tensor 
     now.missed.discard(index)
     if not spec.plain:
         grad = grad.permute(spec.memory)
-    if box is None or box == now.wholes[index]:
-        return grad.contiguous()
-    grad = grad[tuple(slice(start, stop) for start, stop in box)]
+    if box is not None and box != now.wholes[index]:
+        grad = grad[tuple(slice(start, stop) for start, stop in box)]
     return grad.contiguous() if before is None else before.add_(grad)

@@ -2,27 +2,25 @@
 
 In comes one row (a list of tensors); it is laid flat, reduced with plain `torch.distributed` while the next
 task's backward runs, and handed back as views of the flat buffer. Ranks reduce rows first and project after:
-the other order is wrong. Also: refusing DistributedDataParallel and FSDP, which average before tasks are combined.
+the other order is wrong.
 """
 
-import gc
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nestling.errors import NestlingError
 
-
-def group_of(reduce: "bool | dist.ProcessGroup") -> "dist.ProcessGroup | None":
-    """The group to average over: the default one when there is one, or the one given; None for a lone process."""
+def group_of(
+    reduce: "bool | dist.ProcessGroup", wrapper: DistributedDataParallel | None = None
+) -> "dist.ProcessGroup | None":
+    """The group to average over: the wrapper's, or the default one, or the one given; None for a lone process."""
     if reduce is False or not dist.is_available() or not dist.is_initialized():
         return None
-    group = dist.group.WORLD if reduce is True else reduce
+    usual = dist.group.WORLD if wrapper is None else wrapper.process_group
+    group = usual if reduce is True else reduce
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
@@ -60,38 +58,3 @@ def agree(masks: Sequence[int], tasks: int, device: torch.device, group: dist.Pr
     bits = bits.to(device)
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return [sum(bit << t for t, bit in enumerate(row)) for row in bits.tolist()]
-
-
-_cleared: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
-
-
-def refuse_wrapped(params: Sequence[Tensor]) -> None:
-    """Raise if a live wrapper that averages gradients itself holds any of these parameters. Looks once per first
-    parameter."""
-    if not (dist.is_available() and dist.is_initialized()) or _cleared.get(id(params[0])) is params[0]:
-        return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second, so only where it is used
-
-    ours = {id(p) for p in params}
-    for found in gc.get_objects():
-        if issubclass(type(found), (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
-            wrapper: Any = found
-            if any(id(p) in ours for p in wrapper.parameters()):
-                raise _wrapped(wrapper)
-    _cleared[id(params[0])] = params[0]
-
-
-def _wrapped(wrapper: object) -> NestlingError:
-    if isinstance(wrapper, DistributedDataParallel):
-        return NestlingError(
-            "these parameters belong to a model wrapped in DistributedDataParallel, which averages only what one "
-            "backward of one loss accumulates and so skips per-task gradients: found a wrapper, expected the bare "
-            "module. Drop the wrapper (and every reference to it): nestling.backward averages each task's gradient "
-            "over the ranks itself, before combining. Start all ranks from equal weights, e.g. the same seed or "
-            "torch.distributed.broadcast"
-        )
-    return NestlingError(
-        "these parameters belong to a model sharded by FSDP, which adds up what every backward pass gives before tasks "
-        "can be combined: found a sharded model, expected the bare module with whole parameters on every rank. Drop "
-        "fully_shard (or FullyShardedDataParallel): nestling.backward averages each task's gradient over the ranks itself"
-    )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from nestling.errors import NestlingError
 from nestling.gradients.checks import Named, refuse_hooks, trainable
 from nestling.gradients.owners import Box, Layout, Spec, from_owners
-from nestling.gradients.reduce import agree, refuse_wrapped
+from nestling.gradients.reduce import agree
+from nestling.gradients.wrapped import Beside, Route, wrapper_of
 
 
 class Trained:
@@ -23,7 +24,9 @@ class Trained:
     def __init__(self, given: Named, net: nn.Module | None) -> None:
         self.named = trainable(given)
         self.params = [p for _, p in self.named]
-        refuse_wrapped(self.params)
+        self.wrapper = wrapper_of(self.params)
+        several = dist.is_available() and dist.is_initialized()
+        self.route: Route | None = Beside(self.wrapper) if several else None
         refuse_hooks(self.named)
         self.device = self.params[0].device
         self.specs = tuple(Spec.of(p) for p in self.params)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COMPILED = "CompiledFunctionBackward"  # what torch.compile makes of a whole forward pass: one node
 REENTRANT = "CheckpointFunctionBackward"
+SINK = "_DDPSinkBackward"  # DistributedDataParallel's: hands every output through, each by itself
 SCALARS = ("MulBackward0", "DivBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
@@ -28,10 +29,13 @@ def reached(losses: Iterable[Tensor]) -> "dict[Node, set[int]]":
         node, output = todo.pop()
         if node is None:
             continue
-        if node in seen:
-            seen[node].add(output)
-        else:
-            seen[node] = {output}
+        if node in seen and output in seen[node]:
+            continue
+        new = seen.setdefault(node, set()) == set()
+        seen[node].add(output)
+        if node.name() == SINK and output < len(node.next_functions):
+            todo.append(node.next_functions[output])
+        elif new:
             todo.extend(node.next_functions)
     return seen
 
