@@ -33,7 +33,7 @@ from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.runs.folder import RunDir
 from nestling.runs.provenance import provenance
-from nestling.train import engine, train
+from nestling.train import stepping, train
 from nestling.train.loop import epoch_generator, make_optimizer
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
@@ -107,7 +107,7 @@ def losses(recipe: Recipe, way: Way, split: MemorySplit, device: torch.device) -
     with kernels(way):
         net = build(recipe.network, generator=seed).to(device, memory_format=memory).train()  # type: ignore[call-overload]
         step = Step(net, make_optimizer(net, recipe, device), recipe, compiled=way.compiled)
-        driver = engine.start(way.engine, step, split, recipe.train.batch)
+        driver = stepping.start(way.engine, step, split, recipe.train.batch)
         rates = epoch_rates(recipe.train, 0, driver.steps)
         for _ in driver.epoch(epoch_generator(recipe.train.seed, 0), rates):
             pass

@@ -300,7 +300,7 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
     """Gram matrix, weights and update of rows that own everything, checked, against copying as many bytes."""
     from nestling.gradients import kernels
     from nestling.gradients.combiners import OSGD
-    from nestling.gradients.owners import Spec, from_masks
+    from nestling.gradients.owners import MemoryShape, from_masks
     from nestling.gradients.rows import Rows
 
     kernels.WANTED = asked
@@ -309,7 +309,7 @@ def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> 
     entries = sum(p.numel() for p in params)
     base = torch.randn(entries, generator=generator, device=device)
     dense = torch.stack([base + torch.randn(entries, generator=generator, device=device) for _ in range(tasks)])
-    layout = from_masks(tuple(Spec.of(p) for p in params), (2**tasks - 1,) * len(params), tasks)
+    layout = from_masks(tuple(MemoryShape.of(p) for p in params), (2**tasks - 1,) * len(params), tasks)
     combine = OSGD()
 
     def fresh() -> list[list[Tensor | None]]:

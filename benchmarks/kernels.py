@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip, proof
-from nestling.kernels.backends import BACKENDS, Backend, Choice, KernelName, choices, tables, triton
+from nestling.kernels.backends import BACKENDS, Backend, Choice, KernelName, choices, tile_tables, triton
 from nestling.kernels.nvrtc import MAX_LAYERS
 from nestling.kernels.weights import PackedWeights, empty_gradient, weight_gradients
 from nestling.runs.provenance import provenance
@@ -220,11 +220,11 @@ def table_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def write_table(name: str, rows: list[dict[str, Any]], made: dict[str, Any]) -> Path:
     """Rows of shapes that were not tuned this time stay as they are."""
-    path = tables.file_of(name)
+    path = tile_tables.file_of(name)
     names = ("backend", "kernel", "cin", "cout", "side")
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     known = {tuple(row[name] for name in names): row for row in (*before, *table_rows(rows))}
-    path.write_text(tables.written(name, made, list(known.values())))
+    path.write_text(tile_tables.written(name, made, list(known.values())))
     return path
 
 

@@ -31,7 +31,7 @@ from nestling.data.split import MemorySplit
 from nestling.nets import build, plan
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
 from nestling.runs.provenance import provenance
-from nestling.train import engine, tasks
+from nestling.train import stepping, tasks
 from nestling.train.capabilities import more_queues
 from nestling.train.loop import make_optimizer
 from nestling.train.step import Step
@@ -109,7 +109,7 @@ class Driver:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with unfused(kind == "compiled"):
             step = Step(net.train(), make_optimizer(net, recipe, device), recipe, compiled=kind in ("compiled", "full"))
-            self.driver = engine.start("eager" if kind == "eager" else "graph", step, split, recipe.train.batch)
+            self.driver = stepping.start("eager" if kind == "eager" else "graph", step, split, recipe.train.batch)
         self.turn = self._turns()
         next(self.turn)
         synchronise(device)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from nestling.nets import NestedNet, Plan
 from nestling.nets.net import fetch
 from nestling.nets.ops import BatchNorm, Conv, Linear
-from nestling.nets.plan import Step
+from nestling.nets.plan import NodeWork
 
 
-def stripe(step: Step) -> nn.Module | None:
+def stripe(step: NodeWork) -> nn.Module | None:
     """The module of one stripe of one layer, where it has parameters."""
     op, channels = step.op, len(step.rows)
     if op.grouped or op.given or step.node.shares:
@@ -39,7 +39,7 @@ class Striped(nn.Module):
         super().__init__()
         self.plan = plan
         self.stripes = nn.ModuleDict()
-        self.work: list[tuple[Step, nn.Module | None]] = []
+        self.work: list[tuple[NodeWork, nn.Module | None]] = []
         for step in (step for program in plan.programs for step in program.steps):
             module = stripe(step)
             if module is not None:
@@ -54,11 +54,11 @@ class Striped(nn.Module):
         return tuple(pieces[program.head, program.stage] for program in self.plan.programs)
 
 
-def key(step: Step) -> str:
+def key(step: NodeWork) -> str:
     return f"{step.node.name}@{step.node.births[step.rows[0]]}".replace(".", "/")
 
 
-def compute(step: Step, module: nn.Module | None, reads: list[Tensor]) -> Tensor:
+def compute(step: NodeWork, module: nn.Module | None, reads: list[Tensor]) -> Tensor:
     """One stripe of one layer."""
     out: Tensor = step.op.compute(reads) if module is None else module(reads[0])
     return out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestling.kernels import backends, chip, nvrtc
-from nestling.kernels.backends import BACKENDS, choices, sm80, sm90, tables, triton
+from nestling.kernels.backends import BACKENDS, choices, sm80, sm90, tile_tables, triton
 from nestling.kernels.backends.triton import Tiles, conv_tiles, weight_splits
 from nestling.kernels.elementwise import elementwise_rows
 from nestling.kernels.patterns import Unit, items, plain
@@ -74,7 +74,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, i
 
 
 def test_the_table_has_every_shape_that_kernels_in_cuda_c_suit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, tables.FIRST, (9, 0), 132)
+    pretend(monkeypatch, tile_tables.FIRST, (9, 0), 132)
     for backend, images, cin, cout, side in itertools.product(
         (sm80, sm90), (4, 128), (8, 16, 32, 64, 128), (8, 16, 32, 64, 128), (8, 16, 32)
     ):
@@ -84,21 +84,21 @@ def test_the_table_has_every_shape_that_kernels_in_cuda_c_suit(monkeypatch: pyte
                 (tiles,) = backend.tiles(kernel, x, cout)
                 assert images * side**2 % tiles.pixels(side) == 0, "whole tiles"
                 assert kernel != "weights" or 1 <= tiles.splits <= images * side**2 // tiles.pixels(side)
-    assert {row[0] for row in tables.table(tables.FIRST)} >= {"sm80", "sm90"}
+    assert {row[0] for row in tile_tables.table(tile_tables.FIRST)} >= {"sm80", "sm90"}
 
 
 def test_a_chips_own_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tables.file_of(tables.FIRST)
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    first = tile_tables.file_of(tile_tables.FIRST)
+    monkeypatch.setattr(tile_tables, "FOLDER", tmp_path)
     (tmp_path / first.name).write_text(first.read_text())
     own = {"rows": 4, "warps": 4, "blocks_per_sm": 6}
     row = {"backend": "sm80", "kernel": "back", "cin": 8, "cout": 8, "side": 32, "batch": 128, "tiles": own}
     of_triton = Tiles(64, 32, 32, 8, 2)
     rows = [row, {**row, "backend": "triton", "cin": 24, "cout": 24, "tiles": of_triton._asdict()}]
     pretend(monkeypatch, "NVIDIA Next", (8, 0), 100)
-    tables.file_of("NVIDIA Next").write_text(tables.written("NVIDIA Next", {}, rows))
+    tile_tables.file_of("NVIDIA Next").write_text(tile_tables.written("NVIDIA Next", {}, rows))
     try:
-        tables.table.cache_clear()
+        tile_tables.table.cache_clear()
         x = torch.empty(128, 8, 32, 32, dtype=torch.bfloat16, device="meta")
         assert choices("back", x, 8)[0] == (sm80, sm80.Tiles(**own))
         assert choices("forward", x, 8)[0] == (sm80, sm80.Tiles(16, 4, 4)), "what it does not have is the first chip's"
@@ -107,7 +107,7 @@ def test_a_chips_own_table_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         assert choices("forward", x, 24)[0] == (triton, conv_tiles(128 * 32**2, 24, 24)), "by rule"
         assert choices("back", x[:64], 24)[0] == (triton, conv_tiles(64 * 32**2, 24, 24, back=True)), "other images"
     finally:
-        tables.table.cache_clear()
+        tile_tables.table.cache_clear()
 
 
 def test_programs_are_as_many_as_the_chip_has_processors_for(monkeypatch: pytest.MonkeyPatch) -> None:

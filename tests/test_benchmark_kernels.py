@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from nestling.kernels.backends import tile_tables
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import kernels as benchmark
-
-from nestling.kernels.backends import tables
 
 
 def row(kernel: str, used: tuple[float, float], best: tuple[float, float]) -> dict[str, Any]:
@@ -43,18 +43,18 @@ def test_where_all_tiles_are_wrong_those_in_use_stay() -> None:
 def test_a_written_table_is_read_again_and_keeps_what_was_not_tuned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(tile_tables, "FOLDER", tmp_path)
     try:
         for kernel, best in (("forward", (1.0, 1.0)), ("back", (1.0, 1.0)), ("forward", (9.0, 9.0))):
-            tables.table.cache_clear()
+            tile_tables.table.cache_clear()
             path = benchmark.write_table("NVIDIA Next", [row(kernel, (5.0, 5.0), best)], {"commit": "abc"})
-        tables.table.cache_clear()
+        tile_tables.table.cache_clear()
         assert path.name == "nvidia-next.json" and len(path.read_text().splitlines()) == 4
-        found = {shape[1]: (shape, row["tiles"]) for shape, row in tables.table("NVIDIA Next").items()}
+        found = {shape[1]: (shape, row["tiles"]) for shape, row in tile_tables.table("NVIDIA Next").items()}
         assert found["forward"] == (("sm80", "forward", 8, 16, 32), {"rows": 8})
         assert found["back"] == (("sm80", "back", 8, 16, 32), {"rows": 16})
     finally:
-        tables.table.cache_clear()
+        tile_tables.table.cache_clear()
 
 
 def test_shapes_are_read() -> None:

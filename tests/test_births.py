@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Wall())
 import nestling.nets.births, nestling.nets.plan, nestling.nets.reading.ties
 from nestling.nets import NETS, plan
 from nestling.commands.describe import command
-from nestling.nets.picture import draw
+from nestling.nets.svg import draw
 from nestling.recipes.recipe import NetworkRecipe
 for name in NETS:
     small = {"blocks": (8,) * len(NETS[name].blocks)} if NETS[name].kind == "sparse" else {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from nestling.commands.data import command
 from nestling.data import load
 from nestling.data.image_folder import MEAN, STD, FolderSplit
-from nestling.data.picture import Unreadable, middle, random_part, read
+from nestling.data.picture_file import Unreadable, middle, random_part, read
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import DataRecipe
 

@@ -15,7 +15,7 @@ from nestling.errors import NestlingError
 from nestling.nets import NETS, plan
 from nestling.nets.births import depth_links
 from nestling.nets.blocks import survey
-from nestling.nets.picture import colour, draw
+from nestling.nets.svg import colour, draw
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override
 from nestling.runs.folder import shipped

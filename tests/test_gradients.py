@@ -16,7 +16,7 @@ from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, TaskRows, backward, checks
 from nestling.gradients.checks import explained
 from nestling.gradients.combiners import COMBINERS, OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
-from nestling.gradients.combiners.report import Report
+from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.owners import from_owners
 

@@ -31,6 +31,19 @@ FLOW = """
 ROOMS = {room: depth for depth, line in enumerate(FLOW.split("\n")) for room in line.split()}
 # Who speaks beside commands/: how trouble is told, and how far a training is, which may take days, also when Python began it.
 SPEAKERS = {"errors.py", "train/progress.py"}
+# Names that two files may have: a command has the name of what it calls, a figure that of its section, a recipe that of its data
+# set; a class, where each entry of one registry has its own.
+SHARED_FILES = {
+    "answers.py": {"report/figures", "report/sections"},
+    "cifar10.py": {"data", "recipes"},
+    "cost.py": {"report/figures", "report/sections"},
+    "deadlines.py": {"report/figures", "report/sections"},
+    "digits.py": {"data", "recipes"},
+    "evaluate.py": {"commands", "runs"},
+    "profile.py": {"commands", "studies"},
+    "training.py": {"report/figures", "report/sections"},
+}
+SHARED_CLASSES = {"Tiles": {"kernels/backends/sm80.py", "kernels/backends/sm90.py", "kernels/backends/triton.py"}}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if "__pycache__" not in path.parts)
 
 
@@ -143,3 +156,24 @@ def test_the_readme_shows_every_room_and_no_other() -> None:
     assert shown == [room for room in FLOW.split() if room != "__main__"], "the README's tree of rooms is not FLOW"
     rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in MODULES} - {"__init__"}
     assert rooms == set(ROOMS)
+
+
+def types_of(path: Path) -> set[str]:
+    """The classes of a file, and its names of types: capitalised, but not constants."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    assigned = [node.targets[0] for node in nodes if isinstance(node, ast.Assign)]
+    names = {node.id for node in assigned if isinstance(node, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", node.id)}
+    return names | {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def test_no_name_is_given_twice() -> None:
+    files: dict[str, set[str]] = {}
+    classes: dict[str, set[str]] = {}
+    for path in MODULES:
+        inside = path.relative_to(SOURCE)
+        if path.name != "__init__.py":
+            files.setdefault(path.name, set()).add(inside.parent.as_posix())
+        for name in types_of(path):
+            classes.setdefault(name, set()).add(inside.as_posix())
+    assert {name: homes for name, homes in files.items() if len(homes) > 1} == SHARED_FILES
+    assert {name: homes for name, homes in classes.items() if len(homes) > 1} == SHARED_CLASSES

@@ -16,7 +16,7 @@ from nestling.errors import NestlingError
 from nestling.nets import plan
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.report.figures.deadlines import limit_names
-from nestling.report.paper.deadlines import read_studies
+from nestling.report.paper.deadline_rows import read_studies
 from nestling.report.paper.figures import lent
 from nestling.report.paper.pictures import VIEWS
 from nestling.studies.deadline import FRACTIONS

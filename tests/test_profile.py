@@ -23,7 +23,7 @@ import nestling
 from nestling import nets
 from nestling.commands import export, predict, profile, train
 from nestling.commands.cli import main
-from nestling.data import load, picture
+from nestling.data import load, picture_file
 from nestling.errors import NestlingError
 from nestling.files import OUTPUTS
 from nestling.recipes.recipe import NetworkRecipe
@@ -33,10 +33,9 @@ from nestling.runs.open import resolve
 from nestling.runtime import Abandoned, Pace, Runtime, Stop, confidence
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
-from nestling.runtime.forecast import KEPT, Forecast, Recent, survey
-from nestling.runtime.forecast import Trail as Recorded
+from nestling.runtime.forecast import KEPT, Forecast, PastTrail, Recent, survey
 from nestling.runtime.runtime import spec_of
-from nestling.runtime.work import Row, Trail, Work
+from nestling.runtime.work import ImageWork, Trail, Work
 from nestling.runtime.worker import Worker
 from nestling.studies.profile import measure
 
@@ -186,9 +185,9 @@ class Nothing:
     def close(self) -> None: ...
 
 
-def went(worker: Worker, done: list[float], now: float, due: float) -> Recorded:
+def went(worker: Worker, done: list[float], now: float, due: float) -> PastTrail:
     """What is remembered of a question asked at 100 whose caller looked at `due`; the worker let it go at `now`."""
-    row = Row(100.0 + due)
+    row = ImageWork(100.0 + due)
     row.trail = Trail(100.0, 1.0)
     row.trail.done += [100.0 + at - 100.0 for at in done]  # rounded as on a clock
     worker.remember(row, 100.0 + now)
@@ -207,7 +206,7 @@ def test_a_question_counts_until_its_caller_looked(worker: Worker) -> None:
 def test_a_question_counts_although_its_time_was_up_before_it_was_queued(worker: Worker) -> None:
     """A busy machine may stop whoever asks at any moment; forgetting these would make the machine look faster."""
     for asked, due in ((-2.0, -0.5), (-2.0, -2.0)):  # it is 0 now; the second was asked with a deadline of 0
-        row = Row(due)
+        row = ImageWork(due)
         row.trail = Trail(asked, 1.0)
         worker.submit(Work([row], np.zeros((1, 1, 1, 1), np.float32)))
     assert list(worker.recent.trails) == [((), 1.5, 1.0)]
@@ -400,7 +399,7 @@ def test_spoilt_exif_spoils_no_picture(tmp_path: Path, good: bytes, spoilt: byte
     at = whole.index(b"MM\x00*")
     path.write_bytes(whole[:at] + whole[at:].replace(good, spoilt, 1))
     expected = seen if turned else HELD[6](seen)
-    np.testing.assert_array_equal(picture.fitted(path, (3, 8, 8)).transpose(1, 2, 0), expected)
+    np.testing.assert_array_equal(picture_file.fitted(path, (3, 8, 8)).transpose(1, 2, 0), expected)
 
 
 @pytest.mark.parametrize("form", [["--json"], []])  # for programs, and for people
@@ -469,28 +468,30 @@ def test_only_files_of_formats_we_name_are_opened(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.png").write_bytes(POSTSCRIPT)
     os.mkfifo(tmp_path / "b.png")
     for name in ("a.png", "b.png"):
-        with pytest.raises(picture.Unreadable):
-            picture.fitted(tmp_path / name, (3, 8, 8))
+        with pytest.raises(picture_file.Unreadable):
+            picture_file.fitted(tmp_path / name, (3, 8, 8))
     assert not ran
 
 
 def test_a_small_file_with_many_pixels_is_refused_before_they_take_memory(tmp_path: Path) -> None:
-    side = math.isqrt(picture.MOST_PIXELS) + 1
+    side = math.isqrt(picture_file.MOST_PIXELS) + 1
     Image.new("1", (side, side)).save(tmp_path / "bomb.png")
     Image.open(tmp_path / "bomb.png").convert("RGB").resize((8, 8)).save(tmp_path / "small.png")
     assert (tmp_path / "bomb.png").stat().st_size < 100_000
     tracemalloc.start()
-    with pytest.raises(picture.Unreadable, match=f"it has {side} x {side} pixels, more than 67,108,864; scale it down"):
-        picture.fitted(tmp_path / "bomb.png", (3, 8, 8))
+    with pytest.raises(
+        picture_file.Unreadable, match=f"it has {side} x {side} pixels, more than 67,108,864; scale it down"
+    ):
+        picture_file.fitted(tmp_path / "bomb.png", (3, 8, 8))
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert picture.fitted(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
+    assert picture_file.fitted(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("form", ["png", "jpg", "bmp", "gif", "webp", "tif", "ppm"])
 def test_every_format_that_is_named_is_read(tmp_path: Path, form: str) -> None:
     Image.new("RGB", (16, 16), (200, 100, 50)).save(tmp_path / f"x.{form}")
-    found = picture.fitted(tmp_path / f"x.{form}", (3, 8, 8)).reshape(3, -1).mean(axis=1)
+    found = picture_file.fitted(tmp_path / f"x.{form}", (3, 8, 8)).reshape(3, -1).mean(axis=1)
     np.testing.assert_allclose(found, (200, 100, 50), atol=4)
 
 

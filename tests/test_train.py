@@ -322,13 +322,13 @@ def test_side_by_side_runs_are_what_they_would_be_alone(tmp_path: Path) -> None:
 def test_flat_rows_see_what_float32_would_miss() -> None:
     """Two nearly parallel gradients: their inner products must be good to much better than the angle between them."""
     from nestling.gradients.flat import FlatRows
-    from nestling.gradients.owners import Spec, from_masks
+    from nestling.gradients.owners import MemoryShape, from_masks
 
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(1_000_000))
     first = torch.randn(1_000_000, generator=generator)
     second = first + 0.01 * torch.randn(1_000_000, generator=generator)
-    layout = from_masks((Spec.of(parameter),), (3,), 2)
+    layout = from_masks((MemoryShape.of(parameter),), (3,), 2)
     rows = FlatRows([parameter], layout, [torch.arange(1_000_000)] * 2)
     rows.put(0, [first])
     rows.put(1, [second])

@@ -27,7 +27,7 @@ from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, TrainReci
 from nestling.runs import evaluate
 from nestling.runs.device import pick_device
 from nestling.runs.folder import RunDir
-from nestling.train import Training, engine, progress, train, train_side_by_side
+from nestling.train import Training, progress, stepping, train, train_side_by_side
 from nestling.train.capabilities import able, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving_together
 from nestling.train.loop import make_optimizer
@@ -61,9 +61,9 @@ def go_ahead(monkeypatch: pytest.MonkeyPatch, late: int) -> list[tuple[int, int]
         noted.append((ended.epoch, len(begun)))
         record(self, ended)
 
-    monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
+    monkeypatch.setattr(stepping, "kind", lambda recipe, device, split: "graph")
     monkeypatch.setattr(
-        engine, "start", lambda name, step, split, batch, startup=None: engine.Eager(step, split, batch)
+        stepping, "start", lambda name, step, split, batch, startup=None: stepping.Eager(step, split, batch)
     )
     monkeypatch.setattr("nestling.train.loop.leaving", lambda tensor: tensor.detach().clone())
     monkeypatch.setattr("nestling.train.loop.Moment", Late)
@@ -125,12 +125,12 @@ def test_what_an_epoch_changes_waits_in_the_lane_for_the_epoch_before(
     noted: list[tuple[int, bool]] = []
 
     @contextmanager
-    def lane(self: engine.Eager) -> Iterator[None]:
+    def lane(self: stepping.Eager) -> Iterator[None]:
         inside[0] = True
         yield
         inside[0] = False
 
-    monkeypatch.setattr(engine.Eager, "lane", lane)
+    monkeypatch.setattr(stepping.Eager, "lane", lane)
     monkeypatch.setattr(Step, "begin", lambda self, epoch: noted.append((epoch, inside[0])))
     train(digits("train.epochs=2"), str(tmp_path / "run"), quiet=True)
     assert noted == [(0, True), (1, True)]
@@ -248,7 +248,7 @@ def test_a_step_that_cannot_be_compiled_or_captured_is_taken_uncompiled_then_eag
     recipe = digits("train.average=0.9")
     expected = train(recipe, str(tmp_path / "eager"), quiet=True)
     monkeypatch.setattr(errors, "_said", set())
-    monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
+    monkeypatch.setattr(stepping, "kind", lambda recipe, device, split: "graph")
     found = train(recipe, str(tmp_path / "fallen"), quiet=True)
     assert found == expected
     said = capsys.readouterr().err
@@ -261,14 +261,14 @@ class Replayed:
     """A CUDA graph without CUDA: replaying does what was captured, which is wrong once the step has another form."""
 
     form: int
-    driver: engine.Captured
+    driver: stepping.Captured
 
     def replay(self) -> None:
         assert self.form == self.driver.step.form, "a graph of another stage is replayed"
         self.driver._batch()
 
 
-class GraphOnCPU(engine.Captured):
+class GraphOnCPU(stepping.Captured):
     captures = 0
 
     def _capture(self) -> Any:
@@ -299,8 +299,8 @@ def test_greedy_is_captured_anew_for_every_stage(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(engine, "Captured", GraphOnCPU)
-    monkeypatch.setattr(engine, "kind", lambda recipe, device, split: "graph")
+    monkeypatch.setattr(stepping, "Captured", GraphOnCPU)
+    monkeypatch.setattr(stepping, "kind", lambda recipe, device, split: "graph")
     GraphOnCPU.captures = 0
     train(recipe, str(tmp_path / "graph"), quiet=True)
     assert GraphOnCPU.captures == 3
@@ -491,7 +491,7 @@ def test_a_captured_step_gives_the_same_bits_with_and_without_a_stream_aside(str
             for each in passes:
                 assert isinstance(each, Fused) and each.side.stream is not None
                 each.side.stream = each.side.stream if aside else None
-            graph = engine.start("graph", step, split, 64)  # which has no other way to go on
+            graph = stepping.start("graph", step, split, 64)  # which has no other way to go on
             for _ in graph.epoch(torch.Generator().manual_seed(2), [0.01] * graph.steps):
                 pass
             torch.cuda.synchronize()

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import write_atomically
-from nestling.nets.picture import draw as picture_of
 from nestling.nets.plan import Plan
-from nestling.nets.registry import NETS, Shape, plan
+from nestling.nets.registry import NETS, ImageShape, plan
+from nestling.nets.svg import draw as picture_of
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override, says
 
@@ -92,7 +92,7 @@ def described_fields(recipe: Recipe) -> list[dict[str, Any]]:
     return [{"key": key, "value": value, "expected": says(keys()[key])} for key, value in flat(recipe).items()]
 
 
-def image_shape(text: str) -> Shape | None:
+def image_shape(text: str) -> ImageShape | None:
     if not text:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -101,7 +101,7 @@ def image_shape(text: str) -> Shape | None:
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 
 
-def unnested(recipe: NetworkRecipe, classes: int, shape: Shape | None) -> Plan:
+def unnested(recipe: NetworkRecipe, classes: int, shape: ImageShape | None) -> Plan:
     """The full-size network with every connection and one head."""
     if recipe.alone:
         return plan(recipe, classes or None, shape)

@@ -146,11 +146,11 @@ def write_up(
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("figures need matplotlib, which is not installed; pip install 'nestling[report]'")
     # here, because matplotlib may be missing and takes its time
-    from nestling.report.paper import deadlines, figures, findings
+    from nestling.report.paper import deadline_rows, figures, findings
     from nestling.report.records import find
 
     if part == "profile":
-        return {"measured": deadlines.profile_missing(find([out]))}
+        return {"measured": deadline_rows.profile_missing(find([out]))}
     if part == "findings":
         return findings.write_findings(results, page or "docs/findings.md")
     return figures.draw(out, results, page or "runs/figures.html", strategy, data, set)

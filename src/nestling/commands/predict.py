@@ -92,7 +92,7 @@ def say(problem: str) -> None:
 def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]:
     """What every stage said in time, and the last of them; of a picture that cannot be read only the error, said at once."""
     try:
-        from nestling.data.picture import Unreadable, fitted
+        from nestling.data.picture_file import Unreadable, fitted
     except ImportError as error:
         raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
     try:

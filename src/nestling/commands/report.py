@@ -22,7 +22,7 @@ def command(runs: tuple[str, ...], out: str = "report.html") -> dict[str, Any]:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("reports are drawn with matplotlib, which is not installed; pip install 'nestling[report]'")
-    from nestling.report.write import write  # here, because matplotlib may be missing and takes its time
+    from nestling.report.publish import write  # here, because matplotlib may be missing and takes its time
 
     page = Path(out)
     if page.suffix.lower() not in (".html", ".htm"):

@@ -26,7 +26,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as everybody uses them
 STD = (0.229, 0.224, 0.225)
 Request = tuple[int, int | None]  # which file, and the seed of its crop (None = the middle)
-Answer = tuple[Tensor, Tensor, list[tuple[int, str]]]  # pictures, their positions, (position, reason) of failures
+Loaded = tuple[Tensor, Tensor, list[tuple[int, str]]]  # pictures, their positions, (position, reason) of failures
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class PictureFiles(Dataset[tuple[int, Tensor | str]]):
         self.size = size
 
     def __getitem__(self, request: Request) -> tuple[int, Tensor | str]:
-        from nestling.data.picture import Unreadable, read
+        from nestling.data.picture_file import Unreadable, read
 
         position, seed = request
         try:
@@ -126,7 +126,7 @@ class PictureFiles(Dataset[tuple[int, Tensor | str]]):
             return position, str(error)
 
 
-def together(items: list[tuple[int, Tensor | str]]) -> Answer:
+def together(items: list[tuple[int, Tensor | str]]) -> Loaded:
     """Single pictures as one batch, failures apart."""
     good = [(position, image) for position, image in items if isinstance(image, Tensor)]
     failures = [(position, reason) for position, reason in items if isinstance(reason, str)]

@@ -142,7 +142,7 @@ def decoded(path: Path, files: list[str], workers: int) -> Iterator[np.ndarray]:
 
 def picture(path: str) -> np.ndarray:
     """One picture as (3,64,64) uint8; grey ones in three equal channels."""
-    from nestling.data.picture import Unreadable, load_rgb
+    from nestling.data.picture_file import Unreadable, load_rgb
 
     try:
         found = np.array(load_rgb(path))

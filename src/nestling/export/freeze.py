@@ -14,7 +14,7 @@ from nestling.nets.net import NestedNet, make_cut
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.frozen import Op
 from nestling.nets.ops.select import Slice
-from nestling.nets.plan import Key, Run, Step
+from nestling.nets.plan import ChannelRun, NodeWork, PieceKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def shapes(net: NestedNet, stages: tuple[Frozen, ...]) -> dict[str, tuple[int, .
     return {name: made[name] for stage in stages for name in (*stage.takes, *stage.gives, stage.head)}
 
 
-def piece(key: Key) -> str:
+def piece(key: PieceKey) -> str:
     """The name of the channels of a node that are born at one stage; of the input just "input"."""
     node, birth = key
     return f"{node}@{birth}"
@@ -103,16 +103,16 @@ class Writer:
     def __init__(self, net: NestedNet, stage: int) -> None:
         self.net, self.stage = net, stage
         self.ops: list[Op] = []
-        self.fetched: dict[tuple[Run, ...], str] = {}
+        self.fetched: dict[tuple[ChannelRun, ...], str] = {}
 
     def put(self, op: Op) -> str:
         self.ops.append(op)
         return op.out
 
-    def name(self, key: Key) -> str:
+    def name(self, key: PieceKey) -> str:
         return "input" if key[0] == self.net.plan.input.name else piece(key)
 
-    def fetch(self, runs: tuple[Run, ...]) -> str:
+    def fetch(self, runs: tuple[ChannelRun, ...]) -> str:
         """The name of channels put together from pieces; a single whole piece is itself."""
         if runs not in self.fetched:
             parts, node = [], self.net.plan.by_name[runs[0].node]
@@ -129,7 +129,7 @@ class Writer:
             self.fetched[runs] = parts[0] if len(parts) == 1 else self.put(join)
         return self.fetched[runs]
 
-    def step(self, step: Step) -> None:
+    def step(self, step: NodeWork) -> None:
         node = step.node
         reads = tuple(self.fetch(runs) for runs in step.fetches)
         layer = self.net.layer(node.name) if node.op.layered else None

@@ -20,10 +20,10 @@ from nestling.data import DataSet
 from nestling.errors import NestlingError
 
 CALIBRATION = 256  # training images
-Floats = NDArray[np.float32]
+Float32 = NDArray[np.float32]
 
 
-def first_images(data: DataSet, count: int) -> tuple[Floats, NDArray[np.int64]]:
+def first_images(data: DataSet, count: int) -> tuple[Float32, NDArray[np.int64]]:
     """The first test images and their labels; 0 = all."""
     count = min(count or len(data.test), len(data.test))
     kept: list[Tensor] = []
@@ -34,7 +34,7 @@ def first_images(data: DataSet, count: int) -> tuple[Floats, NDArray[np.int64]]:
     return torch.cat(kept)[:count].numpy(), data.test.labels[:count].cpu().numpy()
 
 
-def calibration_images(data: DataSet, count: int = CALIBRATION) -> Floats:
+def calibration_images(data: DataSet, count: int = CALIBRATION) -> Float32:
     """Training images as the test shows them: not augmented, drawn with a fixed seed."""
     for x, _ in data.train.batches(min(count, len(data.train)), torch.Generator().manual_seed(0), augment=False):
         return x.cpu().numpy()
@@ -44,17 +44,17 @@ def calibration_images(data: DataSet, count: int = CALIBRATION) -> Floats:
 class CalibrationBatches(quantization.CalibrationDataReader):
     """Hands the values a stage takes to the calibrator, eight images at a time."""
 
-    def __init__(self, takes: Sequence[str], values: Mapping[str, Floats], batch: int = 8) -> None:
+    def __init__(self, takes: Sequence[str], values: Mapping[str, Float32], batch: int = 8) -> None:
         count = len(values["input"])
-        self.batches: Iterator[dict[str, Floats]] = iter(
+        self.batches: Iterator[dict[str, Float32]] = iter(
             [{name: values[name][i : i + batch] for name in takes} for i in range(0, count, batch)]
         )
 
-    def get_next(self) -> dict[str, Floats] | None:
+    def get_next(self) -> dict[str, Float32] | None:
         return next(self.batches, None)
 
 
-def quantise_stage(model: bytes, takes: Sequence[str], values: Mapping[str, Floats]) -> bytes:
+def quantise_stage(model: bytes, takes: Sequence[str], values: Mapping[str, Float32]) -> bytes:
     """One stage with 8-bit convolutions, a scale per output channel, calibrated on these values."""
     import onnx
 
@@ -88,8 +88,8 @@ def quietly() -> Iterator[None]:
 
 
 def outputs(
-    model: bytes, takes: Sequence[str], gives: Sequence[str], values: Mapping[str, Floats]
-) -> dict[str, Floats]:
+    model: bytes, takes: Sequence[str], gives: Sequence[str], values: Mapping[str, Float32]
+) -> dict[str, Float32]:
     """What a stage gives for these values."""
     import onnxruntime
 

@@ -22,17 +22,17 @@ from nestling.export.spec import Spec
 from nestling.files import MANIFEST, saying, to_text, write_atomically
 from nestling.nets import NestedNet
 
-Form = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]
+StageWriter = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]
 
 
-def onnx_form() -> Form:
+def onnx_form() -> StageWriter:
     from nestling.export.graph import write_stage
 
     return write_stage
 
 
-def pt2_form() -> Form:
-    from nestling.export.pt2 import write_stage
+def pt2_form() -> StageWriter:
+    from nestling.export.torch_export import write_stage
 
     return write_stage
 

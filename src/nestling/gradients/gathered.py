@@ -25,7 +25,7 @@ from nestling.gradients.layered import LayeredRows, take
 from nestling.gradients.owners import Layout, from_masks, tasks_of
 from nestling.gradients.passes import of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree
-from nestling.gradients.rowless import Layer
+from nestling.gradients.rowless import WeightUse
 from nestling.gradients.rows import Rows
 from nestling.gradients.stacked import refuse_stacked
 from nestling.gradients.trained import Statistics, Trained
@@ -48,7 +48,7 @@ class Gathered(Generic[R]):
         self.stored: list[list[Tensor | None]] = []  # a row per task, or a single one of the weighted losses
         self.lone: R | None = None  # the report that goes with a single row
         self.pending: list[Reduction] = []
-        self.layers: list[Layer] = []  # whose weights have no rows
+        self.layers: list[WeightUse] = []  # whose weights have no rows
         self.scale: Tensor | None = None
 
     def add_rows(

@@ -13,12 +13,12 @@ from torch import Tensor
 from nestling.gradients.contract import Blocks, TaskRows
 from nestling.gradients.owners import Layout
 from nestling.gradients.portions import portions
-from nestling.gradients.rowless import Layer
+from nestling.gradients.rowless import WeightUse
 from nestling.gradients.rows import Rows, refuse_nonfinite
 
 
 def take(
-    loss: Tensor, seed: Tensor | None, retain: bool, task: int, layers: Sequence[Layer], params: Sequence[Tensor]
+    loss: Tensor, seed: Tensor | None, retain: bool, task: int, layers: Sequence[WeightUse], params: Sequence[Tensor]
 ) -> dict[int, Tensor]:
     """One task's backward: output gradients go to the layers, those of other parameters are returned by their number."""
     mine = [layer for layer in layers if task in layer.tasks]
@@ -40,7 +40,7 @@ def take(
 class LayeredRows(TaskRows):
     """`rows` has the layout without the layers' weights, `layout` is that of all parameters."""
 
-    def __init__(self, layout: Layout, layers: Sequence[Layer], rows: Rows) -> None:
+    def __init__(self, layout: Layout, layers: Sequence[WeightUse], rows: Rows) -> None:
         self.layout, self.layers, self.rows = layout, layers, rows
         self.certain = rows.certain
         self.check, rows.check = rows.check, False  # of the whole, not of the part

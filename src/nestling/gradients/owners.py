@@ -24,18 +24,18 @@ MOST_CELLS = 1024  # a tensor cut finer than this is not a nest of sorted births
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension, in memory order
 
 
-class Spec(NamedTuple):
+class MemoryShape(NamedTuple):
     """Shape of a parameter and the order of its dimensions in memory (channels-last is 0, 2, 3, 1)."""
 
     shape: tuple[int, ...]
     memory: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: Tensor) -> "Spec":
+    def of(parameter: Tensor) -> "MemoryShape":
         strides = parameter.stride()
         if parameter.is_contiguous():
-            return Spec(tuple(parameter.shape), tuple(range(parameter.dim())))
-        return Spec(tuple(parameter.shape), tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d])))
+            return MemoryShape(tuple(parameter.shape), tuple(range(parameter.dim())))
+        return MemoryShape(tuple(parameter.shape), tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d])))
 
     @property
     def plain(self) -> bool:
@@ -77,7 +77,7 @@ class Piece:
 class Layout:
     """All pieces of all parameters, for a number of tasks; keeps the portions made of it."""
 
-    specs: tuple[Spec, ...]
+    specs: tuple[MemoryShape, ...]
     pieces: tuple[Piece, ...]
     tasks: int
     boxes: tuple[tuple[Box | None, ...], ...]  # per task and parameter: the hull of what it owns, which a row stores
@@ -131,7 +131,7 @@ def _hull(boxes: Sequence[Box]) -> Box:
     return tuple((min(b[0] for b in sides), max(b[1] for b in sides)) for sides in zip(*boxes, strict=True))
 
 
-def _layout(specs: tuple[Spec, ...], pieces: tuple[Piece, ...], tasks: int) -> Layout:
+def _layout(specs: tuple[MemoryShape, ...], pieces: tuple[Piece, ...], tasks: int) -> Layout:
     boxes: list[tuple[Box | None, ...]] = []
     for task in range(tasks):
         owned: dict[int, list[Box]] = {}
@@ -143,7 +143,7 @@ def _layout(specs: tuple[Spec, ...], pieces: tuple[Piece, ...], tasks: int) -> L
 
 
 @lru_cache(maxsize=32)
-def from_masks(specs: tuple[Spec, ...], masks: tuple[int, ...], tasks: int) -> Layout:
+def from_masks(specs: tuple[MemoryShape, ...], masks: tuple[int, ...], tasks: int) -> Layout:
     """One piece per parameter that any task owns: what the autograd graph tells."""
     pieces = tuple(
         Piece(index, tuple((0, size) for size in spec.stored), mask)
@@ -168,12 +168,12 @@ def from_owners(
                 f"owners has no entry for parameter {name!r}: expected one int64 tensor per trainable parameter; "
                 f"closest names given: {nearest(name, [k for k in by_key if isinstance(k, str)])}"
             )
-        specs.append(Spec.of(parameter))
+        specs.append(MemoryShape.of(parameter))
         pieces.extend(_cut(index, name, parameter, given, specs[-1], tasks))
     return _layout(tuple(specs), tuple(pieces), tasks)
 
 
-def _cut(index: int, name: str, parameter: Tensor, given: Tensor, spec: Spec, tasks: int) -> list[Piece]:
+def _cut(index: int, name: str, parameter: Tensor, given: Tensor, spec: MemoryShape, tasks: int) -> list[Piece]:
     if given.dtype != torch.int64:
         raise NestlingError(f"owners of {name!r} are {given.dtype}: expected int64 bit masks, one bit per task")
     try:

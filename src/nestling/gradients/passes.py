@@ -14,7 +14,7 @@ from nestling.gradients.checks import explained, refuse_sparse
 from nestling.gradients.trained import Trained
 from nestling.gradients.walks import refuse_reentrant
 
-Row = list[Tensor | None]
+GradientRow = list[Tensor | None]
 
 
 @contextmanager
@@ -35,7 +35,9 @@ def let_go(losses: Sequence[Tensor]) -> None:
             loss.detach_()
 
 
-def of_weighted(losses: Sequence[Tensor], seeds: Sequence[Tensor], retain: bool, now: Trained, row: Row) -> None:
+def of_weighted(
+    losses: Sequence[Tensor], seeds: Sequence[Tensor], retain: bool, now: Trained, row: GradientRow
+) -> None:
     """One backward of the losses from these seeds, added to the row."""
     try:
         if now.route is not None:
@@ -58,7 +60,7 @@ def added(kept: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return grad if kept is None else kept if grad is None else kept.add_(grad)
 
 
-def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Trained, row: Row) -> bool | None:
+def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Trained, row: GradientRow) -> bool | None:
     """One task's backward, added to its row. Says whether any parameter was reached; None where none was asked for."""
     boxes = now.layout.boxes[task] if now.layout is not None else None
     # What ranks agreed on is checked, so everything is asked for; given owners are taken at their word.
@@ -77,7 +79,13 @@ def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Tra
 
 
 def _passed(
-    loss: Tensor, seed: Tensor | None, retain: bool, now: Trained, row: Row, wanted: list[int], apart: list[bool]
+    loss: Tensor,
+    seed: Tensor | None,
+    retain: bool,
+    now: Trained,
+    row: GradientRow,
+    wanted: list[int],
+    apart: list[bool],
 ) -> list[Tensor | None]:
     """The gradients of the wanted parameters; on top of the row where it is not `apart`."""
     params = [now.params[i] for i in wanted]

@@ -25,7 +25,7 @@ WIDE = 2  # a float64 product costs as much as two of float32
 
 
 @dataclass(eq=False)
-class Layer:
+class WeightUse:
     """A use of one weight by one product or convolution, and the tasks whose losses depend on it."""
 
     param: int
@@ -81,7 +81,7 @@ class Layer:
         return made
 
 
-def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool = False) -> list[Layer]:
+def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool = False) -> list[WeightUse]:
     """The layers to do without rows; with `always` whatever it costs."""
     per_task = [reached([] if loss is None else [loss]) for loss in losses]
     users: dict[Any, list[Any]] = {}
@@ -100,7 +100,7 @@ def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool
         if always or cheaper(weight, node, len(tasks)):
             inputs = _inputs(node)
             if inputs is not None and inputs.dtype == weight.dtype:
-                found.append(Layer(places[id(weight)], weight, node, tasks, inputs, _options(node)))
+                found.append(WeightUse(places[id(weight)], weight, node, tasks, inputs, _options(node)))
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import Named, refuse_hooks, trainable
-from nestling.gradients.owners import Box, Layout, Spec, from_owners
+from nestling.gradients.owners import Box, Layout, MemoryShape, from_owners
 from nestling.gradients.reduce import agree
 from nestling.gradients.wrapped import Beside, Route, wrapper_of
 
@@ -29,7 +29,7 @@ class Trained:
         self.route: Route | None = Beside(self.wrapper) if several else None
         refuse_hooks(self.named)
         self.device = self.params[0].device
-        self.specs = tuple(Spec.of(p) for p in self.params)
+        self.specs = tuple(MemoryShape.of(p) for p in self.params)
         self.wholes: list[Box] = [tuple((0, size) for size in spec.stored) for spec in self.specs]
         # Known from the start with owners, and after the first step between ranks; else found anew each step.
         self.layout = _remembered(net, self.named, self.specs) if net is not None else None
@@ -107,7 +107,7 @@ class Statistics:
 _layouts: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Layout]]" = weakref.WeakKeyDictionary()
 
 
-def _remembered(net: nn.Module, parameters: Named, specs: tuple[Spec, ...]) -> Layout | None:
+def _remembered(net: nn.Module, parameters: Named, specs: tuple[MemoryShape, ...]) -> Layout | None:
     """The layout of a net that knows its owners; costly to plan, so kept as long as the net lives."""
     if not callable(getattr(net, "owners", None)):
         return None

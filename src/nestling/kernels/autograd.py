@@ -86,7 +86,7 @@ class NormReluConv(torch.autograd.Function):
         return dz, dgamma, dbeta, dw, dy if ctx.shortcut else None, None, None
 
 
-class Conv(torch.autograd.Function):
+class PlainConv(torch.autograd.Function):
     """(pictures) -> their convolution."""
 
     @staticmethod
@@ -167,7 +167,7 @@ class Back(torch.autograd.Function):
         return ctx.back(channels_last(grads[0], grads[0])), None, None
 
 
-class Linear(torch.autograd.Function):
+class PlainLinear(torch.autograd.Function):
     """(x) -> a linear layer of it, all in float32."""
 
     @staticmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import elementwise, proof
-from nestling.kernels.autograd import AddAll, Back, Conv, Done, Fan, Linear, NormRelu, NormReluConv, Weight
+from nestling.kernels.autograd import AddAll, Back, Done, Fan, NormRelu, NormReluConv, PlainConv, PlainLinear, Weight
 from nestling.kernels.backends import triton
 from nestling.kernels.images import PIXEL_MULTIPLE, count_pixels
 from nestling.kernels.patterns import (
@@ -129,10 +129,10 @@ class Fused:
                 backend, tiles = proof.for_forward(x, cout, normed=False, moments=wanted)
                 weight = self.weights[item.name]
                 _, made, moments[item.name] = backend.forward(x, None, weight, cout, tiles, moments=wanted)
-            out = Conv.apply(x, weights[item.name], (made,), self.weight(item.name))
+            out = PlainConv.apply(x, weights[item.name], (made,), self.weight(item.name))
         elif item.name in self.linears:
             layer: Any = self.net.layer(item.name)
-            out = Linear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
+            out = PlainLinear.apply(got[0].float().contiguous(), layer.weight, layer.bias)
         else:
             out = self.net.compute(item, got)
         return out

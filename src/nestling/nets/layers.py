@@ -18,7 +18,7 @@ from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.groupnorm import mixed_groups
 from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.scale import Scale
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 
 Index = slice | Tensor
 
@@ -62,14 +62,14 @@ class Nested(nn.Module):
     bias: nn.Parameter | None
     mask: Tensor | None
 
-    def __init__(self, op: Weighted, births_in: Births, births_out: Births) -> None:
+    def __init__(self, op: WeightedOp, births_in: Births, births_out: Births) -> None:
         super().__init__()
         rows, columns = len(births_out), len(births_in) // op.groups
         self.weight = nn.Parameter(torch.empty(rows, columns, *op.kernel))
         self.register_parameter("bias", nn.Parameter(torch.empty(rows)) if op.bias else None)
         self.tell(op, births_in, births_out)
 
-    def tell(self, op: Weighted, births_in: Births, births_out: Births) -> None:
+    def tell(self, op: WeightedOp, births_in: Births, births_out: Births) -> None:
         """What it computes, and the births of the channels on both sides."""
         self.op, self.births_in, self.births = op, births_in, births_out
         mask = connections(births_in, births_out, op.groups)
@@ -89,7 +89,7 @@ class Nested(nn.Module):
     def live_weight(self) -> Tensor:
         return self.weight if self.mask is None else self.weight * self.mask
 
-    def forward(self, x: Tensor, weight: Tensor | None = None, how: Weighted | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, how: WeightedOp | None = None) -> Tensor:
         """`weight` is the weight already masked, where the network masks all its layers at once."""
         return (how or self.op).compute((x,), self.live_weight() if weight is None else weight, self.bias)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.layers import Cut, MaskAll
-from nestling.nets.plan import Node, Plan, Run, Step
+from nestling.nets.plan import ChannelRun, Node, NodeWork, Plan
 
 State = tuple[Tensor, ...]
 
@@ -239,7 +239,7 @@ def masked_layer(name: str, layer: Any) -> Any:
     return layer
 
 
-def make_cut(plan: Plan, step: Step) -> Cut | None:
+def make_cut(plan: Plan, step: NodeWork) -> Cut | None:
     """Where the parameters of one step lie in the layer of its node."""
     return step.node.op.cut(step.node, plan.reads_of(step.node), step.rows, step.wanted[0])
 
@@ -258,7 +258,7 @@ def cut_state(
     return cut
 
 
-def fetch(pieces: Mapping[tuple[str, int], Tensor], runs: tuple[Run, ...]) -> Tensor:
+def fetch(pieces: Mapping[tuple[str, int], Tensor], runs: tuple[ChannelRun, ...]) -> Tensor:
     """Channels put together from stored pieces; a single whole piece is passed as it is."""
     parts = [
         pieces[r.node, r.birth] if r.whole else pieces[r.node, r.birth].narrow(r.axis, r.start, r.stop - r.start)

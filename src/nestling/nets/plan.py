@@ -37,7 +37,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Run:
+class ChannelRun:
     """Consecutive channels of one stored piece: positions start..stop of the channels of `node` born at `birth`."""
 
     node: str
@@ -48,18 +48,18 @@ class Run:
     axis: int  # where the channels stand
 
 
-Key = tuple[str, int]  # a piece of activations: the channels of a node that are born at one stage
+PieceKey = tuple[str, int]  # a piece of activations: the channels of a node that are born at one stage
 
 
 @dataclass(frozen=True)
-class Step:
+class NodeWork:
     """One node's work in one stage: compute `rows` from the fetched channels of each read."""
 
     node: Node
     op: Operation  # the node's, narrowed to these rows
     rows: tuple[int, ...]  # output channels born at this stage
     wanted: tuple[tuple[int, ...], ...]  # of each read, the channels they are computed from
-    fetches: tuple[tuple[Run, ...], ...]  # where these lie, for each read that something is wanted of
+    fetches: tuple[tuple[ChannelRun, ...], ...]  # where these lie, for each read that something is wanted of
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Program:
     """Everything stage s does: its steps, the state it takes and the state it leaves."""
 
     stage: int
-    steps: tuple[Step, ...]
-    takes: tuple[Key, ...]
-    leaves: tuple[Key, ...]
+    steps: tuple[NodeWork, ...]
+    takes: tuple[PieceKey, ...]
+    leaves: tuple[PieceKey, ...]
     head: str
 
 
@@ -204,7 +204,7 @@ class Plan:
 
     # --- stage by stage -----------------------------------------------------------------------------------------
 
-    def fetch(self, node: Node, channels: tuple[int, ...]) -> tuple[Run, ...]:
+    def fetch(self, node: Node, channels: tuple[int, ...]) -> tuple[ChannelRun, ...]:
         """Where the given channels of a node lie among its pieces, as few runs as possible."""
         place, totals = self._places[node.name]
         runs: list[tuple[int, int, int]] = []  # birth, start, stop
@@ -214,7 +214,7 @@ class Plan:
                 runs[-1] = (birth, runs[-1][1], position + 1)
             else:
                 runs.append((birth, position, position + 1))
-        return tuple(Run(node.name, b, i, j, (i, j) == (0, totals[b]), node.op.axis) for b, i, j in runs)
+        return tuple(ChannelRun(node.name, b, i, j, (i, j) == (0, totals[b]), node.op.axis) for b, i, j in runs)
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[tuple[int, ...], Mapping[int, int]]]:
@@ -229,26 +229,26 @@ class Plan:
             places[node.name] = (tuple(place), totals)
         return places
 
-    def _step(self, node: Node, stage: int) -> Step | None:
+    def _step(self, node: Node, stage: int) -> NodeWork | None:
         rows, reads = self.born_at(node, stage), self.reads_of(node)
         if not rows or not reads:
             return None
         wanted = node.op.wants(node, reads, rows, stage)
         fetches = tuple(self.fetch(read, mine) for read, mine in zip(reads, wanted, strict=True) if mine)
-        return Step(node, node.op.narrow(node, rows, wanted), rows, wanted, fetches)
+        return NodeWork(node, node.op.narrow(node, rows, wanted), rows, wanted, fetches)
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """The program of every answering stage. State is explicit: what a stage leaves is what later ones take."""
         first = 1
-        steps_of: list[tuple[Step, ...]] = []
+        steps_of: list[tuple[NodeWork, ...]] = []
         for stage in self.answering:
             steps = [self._step(n, s) for n in self.nodes for s in range(first, stage + 1)]
             steps_of.append(tuple(step for step in steps if step))
             first = stage + 1
-        made: set[Key] = {(self.input.name, 1)}
+        made: set[PieceKey] = {(self.input.name, 1)}
         programs = []
-        takes: tuple[Key, ...] = ((self.input.name, 1),)
+        takes: tuple[PieceKey, ...] = ((self.input.name, 1),)
         for index, stage in enumerate(self.answering):
             made |= {(step.node.name, step.node.births[step.rows[0]]) for step in steps_of[index]}
             later = {

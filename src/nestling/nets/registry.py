@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nestling.nets.net import NestedNet
 
-Shape = tuple[int, int, int]
+ImageShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Architecture:
     exit_width: int = 128
     stem: str = "small"
     bottleneck: int = 1
-    shape: Shape = (3, 32, 32)
+    shape: ImageShape = (3, 32, 32)
     classes: int = 10
 
-    def draw(self, name: str, growth: Growth, shape: Shape, classes: int) -> Plan:
+    def draw(self, name: str, growth: Growth, shape: ImageShape, classes: int) -> Plan:
         if self.kind == "resnet":
             return resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem, self.bottleneck)
         if self.kind == "sparse":
@@ -67,8 +67,8 @@ class Architecture:
         return replace(self, blocks=tuple(blocks), widths=self.widths[: len(blocks)], exits=(self.exits[stage - 1],))
 
 
-DIGITS: Shape = (1, 8, 8)
-IMAGENET: Shape = (3, 224, 224)
+DIGITS: ImageShape = (1, 8, 8)
+IMAGENET: ImageShape = (3, 224, 224)
 
 NETS: dict[str, Architecture] = {
     # the paper's networks for CIFAR-10, and its baselines
@@ -130,7 +130,7 @@ def architecture(recipe: NetworkRecipe) -> Architecture:
     return changed
 
 
-def plan(recipe: NetworkRecipe, classes: int | None = None, shape: Shape | None = None) -> Plan:
+def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | None = None) -> Plan:
     """The plan of a recipe's network. Pure: errors in growth orders and sizes show up here, before any tensor."""
     arch = architecture(recipe)
     classes, shape = classes or arch.classes, shape or arch.shape
@@ -167,7 +167,7 @@ def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:
 def build(
     recipe: NetworkRecipe,
     classes: int | None = None,
-    shape: Shape | None = None,
+    shape: ImageShape | None = None,
     generator: "torch.Generator | None" = None,
 ) -> "NestedNet":
     """The network of a recipe, with weights drawn from `generator` (seed 0 without one)."""

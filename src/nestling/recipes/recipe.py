@@ -56,7 +56,7 @@ AboveZero = Annotated[float, Bounds(above=0)]
 Share = Annotated[float, Bounds(least=0, most=1)]
 
 
-class Section:
+class RecipeSection:
     """A part of a recipe; on creation every field is checked against its annotation."""
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class DataRecipe(Section):
+class DataRecipe(RecipeSection):
     """The images of a run: which data set, from where, and what is held out."""
 
     name: Literal["digits", "cifar10", "tiny-imagenet", "folder", "synthetic"] = "digits"
@@ -80,7 +80,7 @@ class DataRecipe(Section):
 
 
 @dataclass(frozen=True)
-class NetworkRecipe(Section):
+class NetworkRecipe(RecipeSection):
     """The network of a run: a nest by name, the independent net of one stage's size, or an ensemble."""
 
     name: str = "width-digits"
@@ -93,7 +93,7 @@ class NetworkRecipe(Section):
 
 
 @dataclass(frozen=True)
-class StrategyRecipe(Section):
+class StrategyRecipe(RecipeSection):
     """How the tasks' gradients become one update: the combiner by name, and its settings."""
 
     name: Annotated[str, OneOf(STRATEGIES)] = "osgd"
@@ -117,7 +117,7 @@ class StrategyRecipe(Section):
 
 
 @dataclass(frozen=True)
-class TrainRecipe(Section):
+class TrainRecipe(RecipeSection):
     """Epochs, optimizer, schedule, precision, device and seed of a run."""
 
     epochs: Count = 200
@@ -165,7 +165,7 @@ class TrainRecipe(Section):
 
 
 @dataclass(frozen=True)
-class Recipe(Section):
+class Recipe(RecipeSection):
     """One run: data, network, strategy and training, every field checked."""
 
     name: str

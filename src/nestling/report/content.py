@@ -117,14 +117,14 @@ class NestSummary:
     items: tuple[StageSummary, ...]
 
 
-Block = Text | Note | Table | Pictures | Gallery | NestSummary
+PageBlock = Text | Note | Table | Pictures | Gallery | NestSummary
 
 
 @dataclass(frozen=True)
 class Section:
     name: str
     title: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[PageBlock, ...]
 
 
 @dataclass(frozen=True)

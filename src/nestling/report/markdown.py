@@ -5,12 +5,12 @@ what only a browser can do.
 """
 
 from nestling.report.content import (
-    Block,
     Cell,
     Document,
     Gallery,
     NestSummary,
     Note,
+    PageBlock,
     Picture,
     Pictures,
     Section,
@@ -28,7 +28,7 @@ def section_text(section: Section, folder: str) -> str:
     return "\n\n".join([f"## {section.title}", *(block_text(block, folder) for block in section.blocks)])
 
 
-def block_text(block: Block, folder: str) -> str:
+def block_text(block: PageBlock, folder: str) -> str:
     if isinstance(block, Text):
         return plain(block.text)
     if isinstance(block, Note):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from nestling import __version__
 from nestling.report.content import (
-    Block,
     Card,
     Cell,
     Document,
     Gallery,
     NestSummary,
     Note,
+    PageBlock,
     Picture,
     Pictures,
     Section,
@@ -78,7 +78,7 @@ def section_html(section: Section) -> str:
     return f'<section id="{section.name}">\n<h2>{escape(section.title)}</h2>\n{blocks}\n</section>'
 
 
-def kind(block: Block) -> str:
+def kind(block: PageBlock) -> str:
     """Neighbours of one kind stand side by side where there is room; most blocks stand alone."""
     if isinstance(block, Table):
         if block.wide:
@@ -91,7 +91,7 @@ def beside(blocks: Sequence[str]) -> str:
     return blocks[0] if len(blocks) == 1 else f'<div class="beside">{"".join(blocks)}</div>'
 
 
-def block_html(block: Block) -> str:
+def block_html(block: PageBlock) -> str:
     if isinstance(block, Text):
         return f'<p class="text">{escape(block.text)}</p>'
     if isinstance(block, Note):

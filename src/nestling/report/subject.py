@@ -7,7 +7,7 @@ missing, and notes that say which runs lack something.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nestling.report.content import Block, Note, Picture, Pictures, listed
+from nestling.report.content import Note, PageBlock, Picture, Pictures, listed
 from nestling.report.families import Family
 from nestling.report.records import Run
 from nestling.report.theme import Look, looks
@@ -46,12 +46,12 @@ def subject(families: list[Family]) -> Subject:
     return Subject(tuple(families), looks(list(nests), list(alone)))
 
 
-def pictures(found: list[Picture | None]) -> list[Block]:
+def pictures(found: list[Picture | None]) -> list[PageBlock]:
     drawn = tuple(each for each in found if each is not None)
     return [Pictures(drawn)] if drawn else []
 
 
-def lacking(runs: list[Run], what: str, remedy: str) -> list[Block]:
+def lacking(runs: list[Run], what: str, remedy: str) -> list[PageBlock]:
     """A note that names the runs without something."""
     if not runs:
         return []

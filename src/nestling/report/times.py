@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from nestling.report.families import ALONE, Family, kind_of
 from nestling.report.records import Run
 
-Key = tuple[str, int]  # the kind of a line, and the stage an independent net stands beside (0 for the others)
+LineKey = tuple[str, int]  # the kind of a line, and the stage an independent net stands beside (0 for the others)
 
 
 @dataclass(frozen=True, eq=False)
 class Times:
     conditions: str  # device, threads, batch, number type, engine
-    traces: dict[Key, NDArray[np.float64]]  # (repeats, stages) cumulative milliseconds
+    traces: dict[LineKey, NDArray[np.float64]]  # (repeats, stages) cumulative milliseconds
     runs: int  # measured
     others: int  # measured under other conditions, and left out
 
@@ -52,7 +52,7 @@ def times(family: Family, wanted: str = "") -> Times | None:
     chosen = [run for run in measured if conditions(run) == wanted]
     if not chosen:
         return None
-    grouped: dict[Key, list[Run]] = {}
+    grouped: dict[LineKey, list[Run]] = {}
     for run in chosen:
         grouped.setdefault((kind_of(run), run.alone), []).append(run)
     traces = {key: pooled([run.latency.array for run in runs if run.latency]) for key, runs in grouped.items()}

@@ -11,11 +11,9 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
-
-Floats = NDArray[np.float32]
+from nestling.runtime.engine import Floats
 
 
 @dataclass(frozen=True, eq=False, repr=False)

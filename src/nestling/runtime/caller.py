@@ -26,7 +26,7 @@ from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.pace import Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
-from nestling.runtime.work import Images, News, Row, Trail, Work
+from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
 from nestling.runtime.worker import Worker
 
 Limit = float | Sequence[float | None] | None  # seconds for all images, or one for each; None = no deadline
@@ -81,7 +81,7 @@ class Anytime:
         """Seconds from a question about one image until each stage's answer was there: for measuring."""
         began = self.clock()
         self._check_open()
-        row = Row(inf)
+        row = ImageWork(inf)
         work = Work([row], self.intake.one(self._to_numpy(x)))
         trail = row.trail = Trail(began, self.pace.slowdown, counts=False)
         self._answer(row, work, began, inf, self._promise(LATE))
@@ -111,7 +111,7 @@ class Anytime:
         self._check_open()
         limit = seconds(deadline)
         self._warn_of_seconds(limit, 3)
-        row = Row(inf, self._check_thresholds(confident))
+        row = ImageWork(inf, self._check_thresholds(confident))
         work = Work([row], self.intake.one(self._to_numpy(x)))
         row.trail = Trail(began, self.pace.slowdown)
         return self._answer(row, work, began, limit, self._promise(late))
@@ -176,7 +176,7 @@ class Anytime:
 
     # --- what the above share ------------------------------------------------------------------------------------
 
-    def _answer(self, row: Row, work: Work | None, began: float, limit: float, promise: Promise) -> Answer:
+    def _answer(self, row: ImageWork, work: Work | None, began: float, limit: float, promise: Promise) -> Answer:
         """Run a row's next stages in this thread, or wait for those who do."""
         end, due = began + limit, began + promise.timer.before(limit) if limit < inf else inf
         if work is not None:
@@ -192,7 +192,9 @@ class Anytime:
         waiting.learn()
         return answer
 
-    def _ask(self, images: Images, normalised: bool, deadline: Limit, confident: Sure, every: bool = False) -> Waiting:
+    def _ask(
+        self, images: ImageArray, normalised: bool, deadline: Limit, confident: Sure, every: bool = False
+    ) -> Waiting:
         """Leave images to the worker's thread. `every`: wake the caller at every stage."""
         began = self.clock()
         self._check_open()
@@ -202,7 +204,7 @@ class Anytime:
         thresholds, promise = self._check_thresholds(confident), self._promise(LATE)
         handing = count * self._forming if count > 1 else 0.0
         due = [began + max(0.0, promise.timer.before(limit) - handing) for limit in limits]
-        rows = [Row(at, thresholds) for at in due]
+        rows = [ImageWork(at, thresholds) for at in due]
         waiting = Waiting(self.worker, self._form, rows, due, began, promise, every)
         if count == 1:
             rows[0].trail = Trail(began, self.pace.slowdown)
@@ -222,7 +224,7 @@ class Anytime:
             return self.together
         return max(1, min(self.together, 1 + int((limit / PARTS - one) / more)))
 
-    def _refine(self, row: Row, deadline: float | None) -> Answer:
+    def _refine(self, row: ImageWork, deadline: float | None) -> Answer:
         began = self.clock()
         limit = seconds(deadline)
         self._check_open()
@@ -287,7 +289,7 @@ class Anytime:
             )
         return found
 
-    def _form(self, row: Row, began: float, news: News | None = None) -> Answer:
+    def _form(self, row: ImageWork, began: float, news: News | None = None) -> Answer:
         """What is known of a row now (or was, when the news came), as an Answer."""
         if isinstance(row.error, NestlingError):
             raise row.error

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nestling.errors import NestlingError
 
 Floats = NDArray[np.float32]
-State = Any  # the engine's own
+EngineState = Any  # the engine's own
 
 
 class Abandoned(Exception):
@@ -71,13 +71,13 @@ class Engine(Protocol):
     def stops(self) -> bool:
         """Whether a step that is told to stop ends soon, in the middle of a stage."""
 
-    def start(self, x: Floats) -> State:
+    def start(self, x: Floats) -> EngineState:
         """State before stage 1 of normalised images (n,C,H,W)."""
 
-    def step(self, stage: int, state: State, stop: Stop) -> tuple[Floats, State]:
+    def step(self, stage: int, state: EngineState, stop: Stop) -> tuple[Floats, EngineState]:
         """Run one stage on the state that the stage before left: logits (n,classes) and the state after it."""
 
-    def take(self, state: State, rows: Sequence[int]) -> State:
+    def take(self, state: EngineState, rows: Sequence[int]) -> EngineState:
         """State of some of the images; the given state stays as it is."""
 
     def close(self) -> None: ...

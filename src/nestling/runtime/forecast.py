@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
-Trail = tuple[tuple[float, ...], float, float]  # seconds until each stage, until the end, and the slow-down before
+Doubles = NDArray[np.float64]
+PastTrail = tuple[tuple[float, ...], float, float]  # seconds until each stage, until the end, and the slow-down before
 KEPT = 512  # questions remembered
 ALIKE = 1.5  # a question counts if the slow-down then was at most so many times more or less than it is now
 ENOUGH = 64  # such questions are believed alone; with fewer, the profile has its share
@@ -22,14 +22,14 @@ ENOUGH = 64  # such questions are believed alone; with fewer, the profile has it
 class Recent:
     """How the last questions went: when each stage was done, and when it was given up. Any thread may read."""
 
-    def __init__(self, trails: Iterable[Trail] = ()) -> None:
-        self.trails: deque[Trail] = deque(trails, maxlen=KEPT)
+    def __init__(self, trails: Iterable[PastTrail] = ()) -> None:
+        self.trails: deque[PastTrail] = deque(trails, maxlen=KEPT)
 
     def add(self, done: Sequence[float], ended: float, slowdown: float) -> None:
         """A question's stages took until `done`, from when it was asked; at `ended` nobody went on with the next."""
         self.trails.append((tuple(done), ended, slowdown))
 
-    def alike(self, slowdown: float, stages: int) -> tuple[Floats, Floats]:
+    def alike(self, slowdown: float, stages: int) -> tuple[Doubles, Doubles]:
         """Of the questions that were asked at about this slow-down: when each stage was done (infinite: was not, in time),
         (n, stages), and when each ended (infinite: it went to the last stage)."""
         low, high = slowdown / ALIKE, slowdown * ALIKE
@@ -48,17 +48,17 @@ class Forecast:
         self, trace: ArrayLike, errors: Sequence[float] = (), prior_error: float = 1.0, recent: Recent | None = None
     ) -> None:
         """`trace` (repeats, stages): seconds from a question until each stage's answer."""
-        self.trace: Floats = np.asarray(trace, np.float64)
+        self.trace: Doubles = np.asarray(trace, np.float64)
         self.errors = np.array([prior_error, *errors])
         self.recent = recent or Recent()
 
-    def shares(self, deadline: ArrayLike, slowdown: float = 1.0) -> Floats:
+    def shares(self, deadline: ArrayLike, slowdown: float = 1.0) -> Doubles:
         """The share of questions answered by the prior and by each stage, (1 + stages,). Several deadlines: their mean."""
         done = self.done(np.atleast_1d(np.asarray(deadline, np.float64)), slowdown).mean(axis=1)
-        edges: Floats = np.concatenate([[1.0], np.minimum.accumulate(done), [0.0]])
+        edges: Doubles = np.concatenate([[1.0], np.minimum.accumulate(done), [0.0]])
         return edges[:-1] - edges[1:]  # not -np.diff, which makes -0.0 of nothing
 
-    def done(self, limits: Floats, slowdown: float) -> Floats:
+    def done(self, limits: Doubles, slowdown: float) -> Doubles:
         """The chance that each stage is done by each limit, (stages, limits)."""
         profiled = np.array([at_most(column * slowdown, limits) for column in self.trace.T])
         times, ended = self.recent.alike(slowdown, self.trace.shape[1])
@@ -78,13 +78,13 @@ class Forecast:
         return float(self.shares(deadline, slowdown) @ self.errors)
 
 
-def at_most(times: Floats, limits: Floats) -> Floats:
+def at_most(times: Doubles, limits: Doubles) -> Doubles:
     """The share of times that are not above each limit."""
-    found: Floats = np.searchsorted(np.sort(times), limits, side="right") / len(times)
+    found: Doubles = np.searchsorted(np.sort(times), limits, side="right") / len(times)
     return found
 
 
-def survey(times: Floats, ended: Floats, limits: Floats, profile: Floats) -> Floats:
+def survey(times: Doubles, ended: Doubles, limits: Doubles, profile: Doubles) -> Doubles:
     """The chance that something is done by each limit, from cases some of which were given up before it was.
 
     Kaplan and Meier's estimate: a case that was given up counts among those it could have been, up to then. After the last
@@ -98,5 +98,5 @@ def survey(times: Floats, ended: Floats, limits: Floats, profile: Floats) -> Flo
     waiting = 1 - at_most(profile, seen[-1:])[0]
     beyond = (1 - at_most(profile, limits)) / waiting if waiting else np.zeros(len(limits))
     beyond = np.where(limits > seen[-1], beyond, 1.0)
-    found: Floats = 1 - surviving[np.searchsorted(seen, limits, side="right")] * beyond
+    found: Doubles = 1 - surviving[np.searchsorted(seen, limits, side="right")] * beyond
     return found

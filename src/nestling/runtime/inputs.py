@@ -15,7 +15,7 @@ import numpy as np
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.engine import Floats
-from nestling.runtime.work import Images
+from nestling.runtime.work import ImageArray
 
 AT_ONCE = 2**17  # values that are normalised in a fraction of a millisecond
 BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
@@ -36,7 +36,7 @@ class Intake:
         self.check(x, 3)
         return self.prepare(x[None])
 
-    def batch(self, x: Any) -> tuple[Images, bool]:
+    def batch(self, x: Any) -> tuple[ImageArray, bool]:
         """A batch (N,C,H,W) of our own, and whether it is normalised. A large one is left as it was given: it is normalised
         part by part, when its turn comes."""
         self.check(x, 4)
@@ -68,7 +68,7 @@ class Intake:
                 f"found images of {x.dtype}, expected uint8 (0 to 255) or float32 (normalised); convert them first"
             )
 
-    def prepare(self, batch: Images, first: int = 0) -> Floats:
+    def prepare(self, batch: ImageArray, first: int = 0) -> Floats:
         """Images that were checked, as float32 of our own, normalised; `first` is the number of the first of them."""
         if batch.dtype == np.uint8:
             pixels: Floats = batch.astype(np.float32)

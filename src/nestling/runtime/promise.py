@@ -44,14 +44,14 @@ class Caution:
     LEAST, MOST = 0.7, 8.0
 
     def __init__(self, late: float) -> None:
-        self.step, self.value = Steps(late), 1.1
+        self.step, self.value = StepSizes(late), 1.1
 
     def observe(self, late: bool) -> None:
         """An answer whose stages were begun without a guard came, late or not."""
         self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
 
 
-class Steps:
+class StepSizes:
     """How far to move, in the logarithm: up where it was too little, down where it was not, so that it settles where this
     share is too little. The first steps are longer, to learn quickly what machine this is."""
 
@@ -73,7 +73,7 @@ class Margin:
     LEAVING = 20e-6  # seconds from noting how late an answer is until its caller goes on
 
     def __init__(self, late: float = 0.02) -> None:
-        self.step, self.value = Steps(late), 100e-6
+        self.step, self.value = StepSizes(late), 100e-6
         self.recent: deque[float] = deque([0.0], maxlen=64)  # how late wake-ups were
 
     def looked(self, late: float) -> None:

@@ -12,7 +12,7 @@ from nestling.runtime.answer import Answer
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.promise import Promise
 from nestling.runtime.prompt import Promptly
-from nestling.runtime.work import News, Row
+from nestling.runtime.work import ImageWork, News
 from nestling.runtime.worker import Worker
 
 LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
@@ -21,7 +21,7 @@ LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
 class Former(Protocol):
     """What is known of a row now (or was, when the news came), as an Answer; `began` is when it was asked for."""
 
-    def __call__(self, row: Row, began: float, news: News | None = None) -> Answer: ...
+    def __call__(self, row: ImageWork, began: float, news: News | None = None) -> Answer: ...
 
 
 class Waiting:
@@ -31,7 +31,7 @@ class Waiting:
         self,
         worker: Worker,
         form: Former,
-        rows: list[Row],
+        rows: list[ImageWork],
         due: list[float],
         began: float,
         promise: Promise,
@@ -126,7 +126,7 @@ class Waiting:
         finally:
             self.leave()
 
-    def wait(self, waiting: list[Row], until: float) -> list[Row]:
+    def wait(self, waiting: list[ImageWork], until: float) -> list[ImageWork]:
         """Sleep until some row needs no more waiting: it is final, its time is up, or waiting was called off."""
         while not (ready := [row for row in waiting if row.final]):
             if self.clock() >= until:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nestling.runtime.engine import Floats, State, Stop
+from nestling.runtime.engine import EngineState, Floats, Stop
 
-Images = NDArray[np.float32] | NDArray[np.uint8]
+ImageArray = NDArray[np.float32] | NDArray[np.uint8]
 
 
 class Trail:
@@ -34,7 +34,7 @@ class Listener(Protocol):
     def put(self, item: Any) -> None: ...
 
 
-class Row:
+class ImageWork:
     """One image."""
 
     __slots__ = ("best", "deadline", "error", "final", "guarded", "listeners", "place", "thresholds", "trail", "work")
@@ -65,7 +65,7 @@ class Row:
 class News:
     """A row finished a stage."""
 
-    row: Row
+    row: ImageWork
     stage: int
     logits: Floats
     final: bool
@@ -78,7 +78,7 @@ class Work:
     __slots__ = ("__weakref__", "done", "first", "pick", "queued", "rows", "running", "state", "stop", "x")
 
     def __init__(
-        self, rows: list[Row], x: Images, state: State = None, done: int = 0, first: int | None = None
+        self, rows: list[ImageWork], x: ImageArray, state: EngineState = None, done: int = 0, first: int | None = None
     ) -> None:
         self.rows = rows
         self.x = x  # (n,C,H,W); kept until the last stage, in case the state has to go
@@ -107,7 +107,7 @@ class Work:
         self.rows = []
         return unfinished
 
-    def resume(self, row: Row) -> "Work":
+    def resume(self, row: ImageWork) -> "Work":
         """A resting work for one of its rows: itself if that is all it holds, else a work of its own."""
         if len(self.x) == 1:
             self.rows = [row]

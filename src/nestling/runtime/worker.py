@@ -27,7 +27,7 @@ from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
 from nestling.runtime.pace import Pace
 from nestling.runtime.promise import HOPE, USUAL, Promise
-from nestling.runtime.work import News, Row, Work
+from nestling.runtime.work import ImageWork, News, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
 COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
@@ -91,7 +91,7 @@ class Worker:
                 running.stop.set()
         self.bell.ring()
 
-    def resume(self, row: Row, deadline: float) -> Work | None:
+    def resume(self, row: ImageWork, deadline: float) -> Work | None:
         """Somebody wants more of this row: the work to go on with, or None if it is on its way already, or done."""
         with self.lock:
             row.deadline = max(row.deadline, deadline)
@@ -111,7 +111,7 @@ class Worker:
         if running is not None and costs and running.deadline() <= self.clock():
             running.stop.set()
 
-    def cancel(self, rows: Sequence[Row]) -> None:
+    def cancel(self, rows: Sequence[ImageWork]) -> None:
         """Nobody wants more of these rows."""
         now = self.clock()
         for row in rows:
@@ -140,7 +140,7 @@ class Worker:
 
     # --- in the caller's thread ----------------------------------------------------------------------------------
 
-    def run_here(self, row: Row, work: Work, promise: Promise) -> bool:
+    def run_here(self, row: ImageWork, work: Work, promise: Promise) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
         overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait."""
         if not self.engine_lock.acquire(blocking=False):
@@ -169,7 +169,7 @@ class Worker:
             self.submit(work)
         return turn
 
-    def stages_here(self, row: Row, work: Work, promise: Promise) -> bool:
+    def stages_here(self, row: ImageWork, work: Work, promise: Promise) -> bool:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
@@ -342,7 +342,7 @@ class Worker:
         self.publish(work.rows, stage, logits, now)
         return True
 
-    def publish(self, rows: Sequence[Row], stage: int, logits: Floats, now: float) -> None:
+    def publish(self, rows: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
         numbers = np.isfinite(logits.max(axis=1))
         sure = None
@@ -366,7 +366,7 @@ class Worker:
             if row.listeners:  # last: who is told finds everything written down
                 row.tell(News(row, stage, logits[index], row.final, now))
 
-    def remember(self, row: Row, now: float) -> None:
+    def remember(self, row: ImageWork, now: float) -> None:
         """A question's first time is over: how it went until somebody looked is for forecasts. Later stages do not count, not
         even when they were done: of those only the fast ones are, the others are called off, and so they would all look
         faster than they are."""

@@ -1,7 +1,7 @@
 """Training: a recipe becomes a run folder.
 
 run.py and beside.py take one run, or many, from beginning to end, begin.py begins one, loop.py is the loop, step.py what
-happens to one batch, engine.py how batches are driven, schedule.py the learning rate, capabilities.py what the device can
+happens to one batch, stepping.py how batches are driven, schedule.py the learning rate, capabilities.py what the device can
 do, progress.py what a person sees, stop.py how to stop it.
 """
 

@@ -2,7 +2,7 @@
 
 In: a recipe and a run folder. Out: weights, log, results and a checkpoint in that folder. Everything random comes from the
 recipe's seed and the number of the epoch, so a resumed run goes on bit for bit (on a CPU). What happens to a batch is
-step.py's business, how batches are driven is engine.py's, what a device can do capabilities.py's; run.py begins and ends runs.
+step.py's business, how batches are driven is stepping.py's, what a device can do capabilities.py's; run.py begins and ends runs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
 from nestling.runs.folder import RunDir
-from nestling.train import engine
+from nestling.train import stepping
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
@@ -71,7 +71,7 @@ class Training:
             memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
             self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
             self.optimizer = make_optimizer(self.net, recipe, self.device)
-            self.engine = engine.kind(recipe, self.device, self.data.train)
+            self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
         # Greedy training gives every stage the recipe's epochs, one stage after another.
         self.total = recipe.train.epochs * (len(net.plan.heads) if self.step.greedy else 1)
@@ -87,14 +87,14 @@ class Training:
         self.compiled = compiled
         return Step(self.net, self.optimizer, self.able, compiled=compiled)
 
-    def start(self) -> "engine.Eager | engine.Captured":
+    def start(self) -> "stepping.Eager | stepping.Captured":
         """The engine, started. Where compiling or capturing fails, the next simpler way, and it is said once."""
         train = self.recipe.train
         while True:
             try:
                 if self.step.greedy is not None:  # the stage it is at decides what there is to capture
                     self.step.begin(self.done)
-                return engine.start(self.engine, self.step, self.data.train, train.batch, self.startup)
+                return stepping.start(self.engine, self.step, self.data.train, train.batch, self.startup)
             except Exception as error:
                 last = self.engine == "eager" or (not self.compiled and train.engine == "graph")
                 if last or isinstance(error, NestlingError) or lacks_memory(error):

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
-from nestling.gradients.combiners.report import Report
+from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.sgd import SumSGD
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from nestling.errors import NestlingError
-from nestling.gradients.combiners.report import Report
+from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.weighted import Order
 from nestling.gradients.contract import Combiner
 from nestling.recipes.recipe import StrategyRecipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nestling.gradients import Blocks
-from nestling.gradients.combiners.report import Report
+from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.weighted import Weighted
 
 

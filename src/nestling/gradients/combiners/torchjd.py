@@ -11,8 +11,8 @@ from torch import Tensor
 from torchjd.aggregation import Aggregator, GramianWeightedAggregator, Weighting
 
 from nestling.gradients import Blocks, Combiner, TaskRows
+from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.osgd import OSGD, TOLERANCE
-from nestling.gradients.combiners.report import Report
 
 
 class FromTorchJD(Combiner[Report]):

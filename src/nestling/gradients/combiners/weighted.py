@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nestling.errors import NestlingError, nearest
 from nestling.gradients import SCOPES, Blocks, Combiner, TaskRows
-from nestling.gradients.combiners.report import Report
+from nestling.gradients.combiners.diagnosis import Report
 
-Tasks = Sequence[int] | Sequence[str]
-Order = Tasks | Callable[[int], Tasks]
+TaskList = Sequence[int] | Sequence[str]
+Order = TaskList | Callable[[int], TaskList]
 
 
 class Weighted(Combiner[Report]):
@@ -183,7 +183,7 @@ def _numbers(importance: Sequence[float]) -> tuple[float, ...]:
     return found
 
 
-def _as_tuple(order: Tasks) -> tuple[Any, ...]:
+def _as_tuple(order: TaskList) -> tuple[Any, ...]:
     """Tasks as numbers, or as names."""
     try:
         found = tuple(order)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import nvrtc
-from nestling.kernels.backends.cuda import back, fits, fits_kernel, forward, macros, measured, runs_on, weights
+from nestling.kernels.backends.cuda_c import back, fits, fits_kernel, forward, macros, measured, runs_on, weights
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip, nvrtc
-from nestling.kernels.backends import cuda
-from nestling.kernels.backends.cuda import back, fits, fits_kernel, forward, macros, measured, weights
+from nestling.kernels.backends import cuda_c
+from nestling.kernels.backends.cuda_c import back, fits, fits_kernel, forward, macros, measured, weights
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 
@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
 
 
 def runs_on(device: torch.device) -> bool:
-    return cuda.runs_on(device) and chip.of(device).has_wgmma
+    return cuda_c.runs_on(device) and chip.of(device).has_wgmma
 
 
 def suits(kernel: str, x: Tensor, cout: int) -> bool:

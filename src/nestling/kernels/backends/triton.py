@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip
-from nestling.kernels.backends import sm80, tables
-from nestling.kernels.backends.cuda import fits
+from nestling.kernels.backends import sm80, tile_tables
+from nestling.kernels.backends.cuda_c import fits
 from nestling.kernels.elementwise import norm_relu
 from nestling.kernels.images import (
     PIXEL_MULTIPLE,
@@ -75,7 +75,7 @@ def halves(device: torch.device, cin: int, cout: int, size: tuple[int, ...]) -> 
 
 def tiles(kernel: str, x: Tensor, cout: int) -> list[Any]:
     cin, side, pixels, on = x.shape[1], x.shape[2], count_pixels(x), chip.of(x.device)
-    row = tables.table(on.name).get((NAME, kernel, cin, cout, side), {"batch": 0})
+    row = tile_tables.table(on.name).get((NAME, kernel, cin, cout, side), {"batch": 0})
     known = row["tiles"] if row["batch"] * side**2 == pixels else None  # of that many pixels, on this very chip
     if kernel == "weights":
         ruled: Any = weight_splits(pixels, cin, cout, on.processors)

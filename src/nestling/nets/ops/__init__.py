@@ -1,6 +1,6 @@
 """The operations a network is made of, one file each. To add one: a file, a line in OPS, a test.
 
-`operation.py` says what is asked of an operation, `weighted.py` answers for all that have a masked weight. Nothing here
+`operation.py` says what is asked of an operation, `weighted_op.py` answers for all that have a masked weight. Nothing here
 needs torch before something is computed.
 """
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,7 +52,7 @@ class BatchNorm(Operation):
         out: Tensor = layer.rows(reads[0], cut, training and layer.training)
         return out
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         """In float64 until it is folded: what comes out then differs from batch norm by one rounding."""
         assert cut is not None
         mean, var = layer.running_mean.cpu()[cut.rows].double(), layer.running_var.cpu()[cut.rows].double()
@@ -79,7 +79,7 @@ class Affine(Operation):
         shape = (-1, *[1] * (reads[0].dim() - 2))
         return lazy.torch.addcmul(bias.view(shape), reads[0], weight.view(shape))
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         """As batch norm with mean 0 and variance 1: ONNX Runtime fuses that with the ReLU behind it, and Mul + Add not."""
         assert op.bias is not None
         zero = graph.constant(f"{op.out}.mean", lazy.torch.zeros(len(op.bias)))

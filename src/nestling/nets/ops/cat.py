@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Channels, Extent, Operation
 from nestling.nets.ops.select import Same
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Cat(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return lazy.torch.cat(list(reads), self.axis) if len(reads) > 1 else reads[0]
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         return [Op(self if len(reads) > 1 else Same(axis=self.axis), out, reads, shape)]
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         graph.add("Concat", op.reads, op.out, {"axis": self.axis})

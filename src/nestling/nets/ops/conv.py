@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Operation, Size
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Extent, Operation
+from nestling.nets.ops.weighted_op import WeightedOp
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Conv(Weighted):
+class Conv(WeightedOp):
     kernel: tuple[int, ...] = (1, 1)
     stride: tuple[int, ...] = (1, 1)
     padding: tuple[int, ...] = (0, 0)
@@ -59,7 +59,7 @@ class Conv(Weighted):
         made: nn.Module = getattr(nn, cls.modules[0])(width, len(weight), kernel, bias=bias, device="meta", **options)
         return made
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         numbers = zip(reads[0].size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((side + 2 * pad - far * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, far in numbers)
 
@@ -73,7 +73,7 @@ class Conv(Weighted):
         assert weight is not None
         return lazy.torch.conv2d(reads[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         attributes = {
             "kernel_shape": list(self.kernel),
             "strides": list(self.stride),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nestling.nets.ops import lazy
 from nestling.nets.ops.conv import Conv
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,7 @@ class Conv1d(Conv):
     functions: ClassVar[tuple[str, ...]] = ("conv1d",)
 
     def layer(self, node: Node, reads: Sequence[Node]) -> nn.Module:
-        return Weighted.layer(self, node, reads)
+        return WeightedOp.layer(self, node, reads)
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None

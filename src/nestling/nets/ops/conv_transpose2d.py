@@ -11,9 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Operation, Size
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Extent, Operation
+from nestling.nets.ops.weighted_op import WeightedOp
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ConvTranspose2d(Weighted):
+class ConvTranspose2d(WeightedOp):
     kernel: tuple[int, ...] = (1, 1)
     stride: tuple[int, ...] = (1, 1)
     padding: tuple[int, ...] = (0, 0)
@@ -57,7 +57,7 @@ class ConvTranspose2d(Weighted):
 
     # --- planning -------------------------------------------------------------------------------------------------
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         numbers = zip(reads[0].size, self.kernel, self.stride, self.padding, self.more, self.dilation, strict=True)
         return tuple(
             (side - 1) * step - 2 * pad + far * (k - 1) + more + 1 for side, k, step, pad, more, far in numbers
@@ -80,7 +80,7 @@ class ConvTranspose2d(Weighted):
         numbers = (self.stride, self.padding, self.more, self.groups, self.dilation)
         return lazy.torch.conv_transpose2d(reads[0], turned(weight, self.groups), bias, *numbers)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         assert op.weight is not None
         attributes = {
             "kernel_shape": list(self.kernel),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ class Flatten(Operation):
     def channels(self, reads: Sequence[Node]) -> int:
         return reads[0].channels * prod(reads[0].size)
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         return ()
 
     def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
@@ -33,5 +33,5 @@ class Flatten(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return reads[0].flatten(1)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         graph.add("Flatten", op.reads, op.out)

@@ -34,7 +34,7 @@ class Op:
         return self.does.kind
 
 
-class Graph(Protocol):
+class OnnxWriter(Protocol):
     """An ONNX graph while it is being written."""
 
     def add(self, kind: str, reads: Sequence[str], out: str, attributes: Mapping[str, Any] | None = None) -> str:

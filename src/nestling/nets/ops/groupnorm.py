@@ -10,8 +10,8 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Births
 from nestling.nets.ops import lazy
 from nestling.nets.ops.batchnorm import parameters
-from nestling.nets.ops.frozen import Graph, Op, own
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op, own
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -78,12 +78,12 @@ class GroupNorm(Operation):
         assert cut is not None
         return self.compute(reads, *((layer.weight[cut.rows], layer.bias[cut.rows]) if layer.affine else ()))
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         assert cut is not None
         weight, bias = (own(t.cpu()[cut.rows]) for t in parameters(layer))
         return [Op(self, out, reads, shape, weight, bias)]
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         """As instance norm of the groups, then scale and shift: GroupNormalization is too new for many runtimes."""
         assert op.weight is not None and op.bias is not None
         apart = graph.ints(f"{op.out}.apart", 0, self.groups, -1)

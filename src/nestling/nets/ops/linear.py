@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.errors import NestlingError
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.frozen import OnnxWriter, Op
 from nestling.nets.ops.operation import Operation
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Linear(Weighted):
+class Linear(WeightedOp):
     kind: ClassVar[str] = "linear"
     modules: ClassVar[tuple[str, ...]] = ("Linear",)
     functions: ClassVar[tuple[str, ...]] = ("linear",)
@@ -67,7 +67,7 @@ class Linear(Weighted):
         assert weight is not None
         return lazy.F.linear(reads[0], weight, bias)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         if self.axis == 1:
             graph.add("Gemm", [op.reads[0], *graph.weights(op)], op.out, {"transB": 1})
             return

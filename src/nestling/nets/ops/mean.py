@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +20,11 @@ class Mean(Operation):
     kind: ClassVar[str] = "mean"
     tail: ClassVar[bool] = True
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         return ()
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return reads[0].mean(tuple(range(2, reads[0].dim())))
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         graph.add("Flatten", [graph.add("GlobalAveragePool", op.reads, f"{op.out}.pool")], op.out)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,10 @@ class Module(Operation):
     ) -> Tensor:
         return value
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         from nestling.nets.ops.forms import as_onnx
 
         assert op.module is not None

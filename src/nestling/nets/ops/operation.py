@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nestling.errors import NestlingError
 from nestling.nets.births import Births
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
+from nestling.nets.ops.frozen import OnnxWriter, Op
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nestling.nets.layers import Cut
     from nestling.nets.plan import Node
 
-Size = tuple[int, ...]
+Extent = tuple[int, ...]
 Channels = tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class Operation:
     def channels(self, reads: Sequence[Node]) -> int:
         return reads[0].channels
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         return reads[0].size
 
     def births(self, node: Node, reads: Sequence[Node]) -> Births:
@@ -186,10 +186,10 @@ class Operation:
 
     # --- frozen, and as ONNX --------------------------------------------------------------------------------------
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         """The narrowed operation with its own copy of its weights, as operations of a frozen stage."""
         return [Op(self, out, reads, shape)]
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         """Its ONNX form."""
         raise NotImplementedError

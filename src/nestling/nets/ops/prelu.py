@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op, own
-from nestling.nets.ops.operation import Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op, own
+from nestling.nets.ops.operation import Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,11 +48,11 @@ class PReLU(Operation):
         """One slope for all becomes a slope for each."""
         return value.expand(node.channels)
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         assert cut is not None
         return [Op(self, out, reads, shape, own(layer.weight.cpu()[cut.rows]))]
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         assert op.weight is not None
         slope = graph.constant(f"{op.out}.slope", op.weight.view(-1, *[1] * (len(op.shape) - 1)))
         graph.add("PRelu", [op.reads[0], slope], op.out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nestling.nets.ops import lazy
 from nestling.nets.ops.batchnorm import Affine
 from nestling.nets.ops.frozen import Op
-from nestling.nets.ops.operation import Operation, Size
+from nestling.nets.ops.operation import Extent, Operation
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Scale(Operation):
         """One number for all becomes one for each."""
         return value.reshape(-1).expand(node.channels)
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         """A scale and a shift, in float64 until they are folded into a neighbour."""
         assert cut is not None
         number = layer.weight.detach().cpu()[cut.rows].double()

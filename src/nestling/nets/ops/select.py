@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Select(Operation):
         ]
         return parts[0] if len(parts) == 1 else lazy.torch.cat(parts, self.axis)
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         """Slices, each with the zeros that follow it, put together."""
         from nestling.nets.ops.cat import Cat
 
@@ -112,7 +112,7 @@ class Slice(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return reads[0].narrow(self.axis, self.start, self.stop - self.start)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         bounds = (("start", self.start), ("stop", self.stop), ("axis", self.axis))
         graph.add("Slice", [op.reads[0], *(graph.ints(f"{op.out}.{word}", value) for word, value in bounds)], op.out)
 
@@ -129,7 +129,7 @@ class Pad(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return lazy.F.pad(reads[0], (0, 0) * (reads[0].dim() - self.axis - 1) + (0, self.more))
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         """Of an image as a 1x1 convolution by ones and zeros, which is exact: a Pad would leave ONNX Runtime's blocked
         layout, and with it every sum and batch norm up to the next group of blocks."""
         if len(op.shape) == 3 and self.axis == 1:
@@ -153,7 +153,7 @@ class Zero(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return zeros(reads[0], self.count, self.axis)
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         first, last = (graph.ints(f"{op.out}.{i}", i) for i in (0, 1))
         shape = graph.add("Shape", op.reads, f"{op.out}.shape")
         batch = graph.add("Slice", [shape, first, last], f"{op.out}.batch")
@@ -169,5 +169,5 @@ class Same(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return reads[0].clone()  # a copy, because torch.export wants outputs of their own
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         graph.add("Identity", op.reads, op.out)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from nestling.nets.ops import lazy
-from nestling.nets.ops.frozen import Graph, Op
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.frozen import OnnxWriter, Op
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class Zip(Operation):
     def channels(self, reads: Sequence[Node]) -> int:
         return max(read.channels for read in reads)
 
-    def size(self, reads: Sequence[Node]) -> Size:
+    def size(self, reads: Sequence[Node]) -> Extent:
         return tuple(max(sides) for sides in zip(*(read.size for read in reads), strict=True))
 
     def parents(self, node: Node, reads: Sequence[Node], row: int) -> tuple[Channels, ...]:
@@ -56,7 +56,7 @@ class Zip(Operation):
             total = function(total, read)
         return total
 
-    def write(self, graph: Graph, op: Op) -> None:
+    def write(self, graph: OnnxWriter, op: Op) -> None:
         total = op.reads[0]
         for index, read in enumerate(op.reads[1:], start=1):
             last = index == len(op.reads) - 1

@@ -17,7 +17,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Growth
 from nestling.nets.net import NestedNet, cut_state, follow
 from nestling.nets.ops import Select
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.ties import give_births
@@ -177,7 +177,7 @@ def drawn(sketch: Sketch, growth: Growth, uneven: bool, net: str) -> tuple[Plan,
                 layers[made], origins[made] = copy.deepcopy(sketch.layers[node.name]), node.name
             if node is tail[0]:
                 weight: Any = sketch.layers[node.name].weight
-                assert isinstance(node.op, Weighted)
+                assert isinstance(node.op, WeightedOp)
                 some = node.op.reading(weight.detach(), torch.tensor(live))
                 layers[made].weight = nn.Parameter(some, weight.requires_grad)
             last = made

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from nestling.errors import NestlingError
 from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Scale, Select, Zip
 from nestling.nets.ops.calls import Call, Reshape
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
@@ -143,7 +143,7 @@ class Pen(Page):
             self.refuse(node, str(error))
         if not op.weighted:
             self.same(node, read)
-        elif isinstance(op, Weighted) and len(op.kernel) != len(self.sketch.nodes[read].size):
+        elif isinstance(op, WeightedOp) and len(op.kernel) != len(self.sketch.nodes[read].size):
             self.refuse(
                 node, f"it does not take tensors of shape (N, {self.channels(read)}, *{self.sketch.nodes[read].size})"
             )
@@ -163,7 +163,7 @@ class Pen(Page):
         self.sketch.layers[made.name] = module
         return self.put(made)
 
-    def functional(self, node: fx.Node, kind: type[Weighted]) -> None:
+    def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
         """A function on parameters of the module, as the layer it stands for."""
         given = self.given(node, "input", "weight", "bias", *kind.words)
         weight, bias = given.get("weight"), given.get("bias")

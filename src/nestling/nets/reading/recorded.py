@@ -39,7 +39,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Images:
+class PerImage:
     """So many for each image of the batch."""
 
     each: int
@@ -75,7 +75,7 @@ class Recorded(nn.Module):
                 return getattr(self, value.name)
             if isinstance(value, Copy):
                 return known(value.of).clone()
-            if isinstance(value, Images):
+            if isinstance(value, PerImage):
                 return value.each * reads[0].shape[0]
             if isinstance(value, torch.device):
                 return reads[0].device
@@ -150,7 +150,7 @@ class Recorder:
         each = value // BATCHES[0] if type(value) is int else 0
         if not each or (value, larger) != (each * BATCHES[0], each * BATCHES[1]):
             raise Unknown(f"it computes with the batch size: {value} of {BATCHES[0]} images, {larger} of {BATCHES[1]}")
-        return Images(each)
+        return PerImage(each)
 
     def hold(self, path: str) -> Held:
         try:

@@ -5,7 +5,6 @@ itself, functions of two tensors, reshapes, joins and splits; and for well-known
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nestling.nets.ops import OPS, Operation
+from nestling.nets.ops.calls import Function
 from nestling.nets.ops.groupnorm import ACROSS
-from nestling.nets.ops.weighted import Weighted
+from nestling.nets.ops.weighted_op import WeightedOp
 
 CHANNELWISE: set[type[nn.Module]] = {
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
@@ -27,16 +27,15 @@ CHANNELWISE: set[type[nn.Module]] = {
 }  # fmt: skip
 # The layers with parameters, and the functions on given weights, that an operation reads.
 LAYERS: dict[Any, type[Operation]] = {getattr(nn, name): op for op in OPS.values() for name in op.modules}
-ON_WEIGHTS: dict[Any, type[Weighted]] = {
+ON_WEIGHTS: dict[Any, type[WeightedOp]] = {
     getattr(place, name): op
     for op in OPS.values()
-    if issubclass(op, Weighted)
+    if issubclass(op, WeightedOp)
     for name in op.functions
     for place in (F, torch)
     if hasattr(place, name)
 }
 
-Function = Callable[..., Any]
 POINTWISE: set[Function] = {
     F.relu, torch.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
     F.hardtanh, F.softplus, F.softsign, F.logsigmoid, F.threshold, torch.sigmoid, F.sigmoid, torch.tanh, F.tanh,

@@ -11,14 +11,14 @@ from typing import Any
 from nestling.errors import NestlingError, nearest
 from nestling.files import RECIPE
 from nestling.recipes.recipe import show
-from nestling.report.content import Block, Document, Note, Pictures, Section, Text
+from nestling.report.content import Document, Note, PageBlock, Pictures, Section, Text
 from nestling.report.paper import pictures
 from nestling.report.paper.claims import CIFAR10, claims, claims_table
-from nestling.report.paper.deadlines import read_studies, store_studies, view_rows
+from nestling.report.paper.deadline_rows import read_studies, store_studies, view_rows
 from nestling.report.paper.pictures import VIEWS
 from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables
+from nestling.report.publish import publish
 from nestling.report.records import Run, find
-from nestling.report.write import publish
 from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.studies.paper.lent import lent
 from nestling.studies.paper.results import (
@@ -105,7 +105,7 @@ def refuse_unknown(names: Sequence[str], means: Sequence[Row]) -> None:
             raise NestlingError(f"no results of {name!r}; did you mean {nearest(name, sorted(known))}?")
 
 
-def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[Block, ...]:
+def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[PageBlock, ...]:
     bars = " Bars: standard deviation over seeds." if any(row["n"] > 1 for row in means if row["name"] in names) else ""
     caption = (
         f"Base: the paper's baselines (even-width for width, the cascade for the others), trained with {names[0]}. Oracle: "
@@ -117,7 +117,7 @@ def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[Blo
 
 def deadlines(
     runs: Sequence[Run], results: str, names: Sequence[str], settings: Sequence[str], data: str
-) -> tuple[list[Row], tuple[Block, ...]]:
+) -> tuple[list[Row], tuple[PageBlock, ...]]:
     """The rows of all three panels and the picture of them; what was computed is kept with the results."""
     stored = (
         [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)] if results else []
@@ -136,7 +136,7 @@ def deadlines(
     return rows, (Pictures((picture,)),)
 
 
-def order_figure(means: Sequence[Row], data: str) -> tuple[tuple[Block, ...], list[str]]:
+def order_figure(means: Sequence[Row], data: str) -> tuple[tuple[PageBlock, ...], list[str]]:
     """The network that was trained under most orders (the usual one, where none was), and the command that is missing."""
     usual = STUDIED if data == "cifar10" else "width-digits"
     alike = [network for table in TABLES.values() if usual in table for network in table]

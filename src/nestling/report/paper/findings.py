@@ -13,7 +13,7 @@ from nestling.files import write_atomically
 from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.claims import claims, claims_table, gains_table
-from nestling.report.paper.deadlines import read_studies
+from nestling.report.paper.deadline_rows import read_studies
 from nestling.report.paper.tables import coverage_table, network_table, variants_table
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
 from nestling.studies.paper.grid import recipe_of

@@ -12,7 +12,7 @@ from nestling.report.sections.answers import answers, calibration, repairs
 from nestling.report.sections.cost import cost
 from nestling.report.sections.deadlines import deadlines
 from nestling.report.sections.headline import headline
-from nestling.report.sections.provenance import provenance
+from nestling.report.sections.origin import provenance
 from nestling.report.sections.training import gradients, training
 from nestling.report.subject import Subject
 

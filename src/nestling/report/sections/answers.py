@@ -1,6 +1,6 @@
 """The answers themselves: the gallery, what later stages repair and break, whether confidence can be believed."""
 
-from nestling.report.content import Block, Cell, Picture, Section, Table, Text, plural, spread_cell
+from nestling.report.content import Cell, PageBlock, Picture, Section, Table, Text, plural, spread_cell
 from nestling.report.figures import answers as figures
 from nestling.report.gallery import gallery
 from nestling.report.subject import Subject, lacking, pictures
@@ -10,7 +10,7 @@ def answers(about: Subject) -> Section:
     intro = Text(
         "Easy pictures are answered rightly at once, hard ones late or never. Each card shows what every stage said."
     )
-    blocks: list[Block] = []
+    blocks: list[PageBlock] = []
     for family in about.mains:
         for line in family.judged_nests[:1]:
             runs = [run for run in line.runs if run.answers is not None and run.pictures is not None]
@@ -34,7 +34,7 @@ def repairs(about: Subject) -> Section:
 
 def calibration(about: Subject) -> Section:
     drawn: list[Picture | None] = []
-    tables: list[Block] = []
+    tables: list[PageBlock] = []
     for family in about.families:
         for line in family.nests:
             runs = sum(run.answers is not None for run in line.runs)

@@ -1,9 +1,9 @@
 """What an answer costs: error against MACs and against measured latency, and what has not been measured."""
 
 from nestling.report.content import (
-    Block,
     Cell,
     Note,
+    PageBlock,
     Picture,
     Section,
     Table,
@@ -47,9 +47,9 @@ def cost(about: Subject) -> Section:
     return Section("cost", "What an answer costs", (intro, *blocks) if blocks else ())
 
 
-def unmeasured(about: Subject) -> list[Block]:
+def unmeasured(about: Subject) -> list[PageBlock]:
     """Notes on networks without measured times, and on times that cannot stand beside the others."""
-    notes: list[Block] = []
+    notes: list[PageBlock] = []
     for family in about.families:
         measured, missing = times(family), dict[str, None]()
         for line in family.lines:
@@ -80,7 +80,7 @@ def ratio(latency: Latency) -> float:
     return latency.percentile(95)[-1] / latency.median()[-1]
 
 
-def latency_table(about: Subject) -> list[Block]:
+def latency_table(about: Subject) -> list[PageBlock]:
     """Every measured stage of every run."""
     rows = []
     for family in about.families:

@@ -1,6 +1,18 @@
 """Error under a deadline: the paper's study on every family that was measured, or why there is none."""
 
-from nestling.report.content import Block, Cell, Note, Picture, Section, Table, Text, listed, percent, plural, time_text
+from nestling.report.content import (
+    Cell,
+    Note,
+    PageBlock,
+    Picture,
+    Section,
+    Table,
+    Text,
+    listed,
+    percent,
+    plural,
+    time_text,
+)
 from nestling.report.families import Family
 from nestling.report.figures import deadlines as figures
 from nestling.report.study import Study, study
@@ -15,8 +27,8 @@ def deadlines(about: Subject) -> Section:
         "long every net will take on every image: neither can be built."
     )
     drawn: list[Picture | None] = []
-    tables: list[Block] = []
-    notes: list[Block] = []
+    tables: list[PageBlock] = []
+    notes: list[PageBlock] = []
     for family in about.mains:
         if not family.judged_nests:
             continue

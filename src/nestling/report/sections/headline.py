@@ -1,9 +1,9 @@
 """The headline: every nest at a glance, then error per stage of every way of training, beside the independent nets."""
 
 from nestling.report.content import (
-    Block,
     Cell,
     NestSummary,
+    PageBlock,
     Section,
     StageSummary,
     Table,
@@ -20,7 +20,7 @@ from nestling.report.times import times
 
 
 def headline(about: Subject) -> Section:
-    blocks: list[Block] = []
+    blocks: list[PageBlock] = []
     for family in about.mains:
         blocks += [steps(family, line) for line in family.judged_nests[:1]]
     for family in about.families:

@@ -18,7 +18,7 @@ from nestling.export.freeze import Frozen, freeze_whole
 from nestling.export.torchstage import TorchStage
 from nestling.nets import NestedNet
 from nestling.runtime.engine import Floats, Stop
-from nestling.runtime.engines.eager import EXACT, EagerEngine, Values
+from nestling.runtime.engines.eager import EXACT, EagerEngine, NamedTensors
 
 SLOTS = 5
 WORTH_IT = 0.9  # side by side if the last answer then comes in at most this share of the stages' time
@@ -54,21 +54,23 @@ class GraphEngine:
     def stages(self) -> int:
         return len(self.modules)
 
-    def start(self, x: Floats) -> "HeldSlot | Values":
+    def start(self, x: Floats) -> "HeldSlot | NamedTensors":
         if len(x) > 1 or not self.free:
             return self.eager.start(x)
         held = HeldSlot(self.free.pop(), self.give_back)
         held.slot.x_host.copy_(torch.from_numpy(x))
         return held
 
-    def step(self, stage: int, state: "HeldSlot | Values", stop: Stop) -> tuple[Floats, "HeldSlot | Values"]:
+    def step(
+        self, stage: int, state: "HeldSlot | NamedTensors", stop: Stop
+    ) -> tuple[Floats, "HeldSlot | NamedTensors"]:
         with torch.cuda.device(self.device):
             if not isinstance(state, HeldSlot):
                 return self.eager.step(stage, state, stop)
             stop.check()
             return state.slot.run(stage, self.side_by_side), state
 
-    def take(self, state: "HeldSlot | Values", rows: Sequence[int]) -> "HeldSlot | Values":
+    def take(self, state: "HeldSlot | NamedTensors", rows: Sequence[int]) -> "HeldSlot | NamedTensors":
         assert not isinstance(state, HeldSlot), "a slot holds one image: there is nothing to choose from"
         return self.eager.take(state, rows)
 

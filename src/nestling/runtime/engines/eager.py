@@ -16,7 +16,7 @@ from nestling.export.freeze import Frozen
 from nestling.export.torchstage import TorchStage
 from nestling.runtime.engine import Floats, Stop
 
-Values = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 class Exact:
@@ -68,10 +68,10 @@ class EagerEngine:
     def stages(self) -> int:
         return len(self.modules)
 
-    def start(self, x: Floats) -> Values:
+    def start(self, x: Floats) -> NamedTensors:
         return {"input": torch.from_numpy(x).to(self.device)}
 
-    def step(self, stage: int, state: Values, stop: Stop) -> tuple[Floats, Values]:
+    def step(self, stage: int, state: NamedTensors, stop: Stop) -> tuple[Floats, NamedTensors]:
         if self.threads and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # a number per thread: the worker's own
         module = self.modules[stage - 1]
@@ -82,7 +82,7 @@ class EagerEngine:
         values = {**state, **dict(zip(module.frozen.gives, given, strict=True))}
         return found, {name: value for name, value in values.items() if name in self.later[stage]}
 
-    def take(self, state: Values, rows: Sequence[int]) -> Values:
+    def take(self, state: NamedTensors, rows: Sequence[int]) -> NamedTensors:
         index = torch.tensor(rows, device=self.device)
         return {name: value.index_select(0, index) for name, value in state.items()}
 

@@ -62,7 +62,7 @@ def optimise(model: onnx.ModelProto, threads: int) -> onnx.ModelProto:
         return onnx.load(options.optimized_model_filepath)
 
 
-class Part:
+class StageNodes:
     """The nodes of one stage, and the values it takes and gives."""
 
     def __init__(self, number: int, nodes: list[onnx.NodeProto]) -> None:
@@ -71,7 +71,7 @@ class Part:
         self.gives: tuple[str, ...] = ()
 
 
-def cut(model: onnx.ModelProto, stages: int) -> list[Part]:
+def cut(model: onnx.ModelProto, stages: int) -> list[StageNodes]:
     """A stage is what its answer needs and no earlier answer did."""
     maker = {name: index for index, node in enumerate(model.graph.node) for name in node.output}
     constants = {tensor.name for tensor in model.graph.initializer}
@@ -85,7 +85,7 @@ def cut(model: onnx.ModelProto, stages: int) -> list[Part]:
             if index is not None and index not in taken | mine:
                 mine.add(index)
                 todo += model.graph.node[index].input
-        part = Part(number, [model.graph.node[index] for index in sorted(mine)])
+        part = StageNodes(number, [model.graph.node[index] for index in sorted(mine)])
         made = {name for node in part.nodes for name in node.output}
         reads = dict.fromkeys(name for node in part.nodes for name in node.input if name)
         part.takes = tuple(name for name in reads if name not in made and name not in constants)
@@ -114,7 +114,7 @@ def measure(model: onnx.ModelProto, names: list[str], shapes: Shapes, threads: i
     return {name: tuple(array.shape[1:]) for name, array in zip(names, arrays, strict=True)}
 
 
-def assemble(model: onnx.ModelProto, part: Part, shapes: Shapes, classes: tuple[int, ...]) -> StageGraph:
+def assemble(model: onnx.ModelProto, part: StageNodes, shapes: Shapes, classes: tuple[int, ...]) -> StageGraph:
     """One stage as a model of its own."""
     nodes = [*part.nodes, helper.make_node("Identity", [answer(part.number)], ["logits"])]
     used = {name for node in part.nodes for name in node.input}

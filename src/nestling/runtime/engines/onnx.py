@@ -85,12 +85,12 @@ class OnnxEngine:
     def row_bytes(self) -> int:
         return self.layout.bytes + BINDINGS
 
-    def start(self, x: Floats) -> "Held":
+    def start(self, x: Floats) -> "SlotInUse":
         held = self.hold(len(x))
         np.copyto(held.slot.values["input"], x)
         return held
 
-    def step(self, stage: int, state: "Held", stop: Stop) -> tuple[Floats, "Held"]:
+    def step(self, stage: int, state: "SlotInUse", stop: Stop) -> tuple[Floats, "SlotInUse"]:
         slot = state.slot
         binding = slot.bindings[stage - 1]
         if binding is None:
@@ -106,7 +106,7 @@ class OnnxEngine:
         state.done = stage
         return slot.logits.copy(), state
 
-    def take(self, state: "Held", rows: Sequence[int]) -> "Held":
+    def take(self, state: "SlotInUse", rows: Sequence[int]) -> "SlotInUse":
         held = self.hold(len(rows))
         made = {"input", *(name for graph in self.graphs[: state.done] for name in graph.gives)}
         for name in made & {name for graph in self.graphs[state.done :] for name in graph.takes}:
@@ -118,12 +118,12 @@ class OnnxEngine:
         self.free.clear()
         self.sessions.clear()
 
-    def hold(self, images: int) -> "Held":
+    def hold(self, images: int) -> "SlotInUse":
         """A slot for so many images: one that is free, or a new one."""
         for index, slot in enumerate(self.free):
             if slot.images == images:
-                return Held(self.free.pop(index), self.give_back)
-        return Held(Slot(self.layout, images, self.classes, self.stages), self.give_back)
+                return SlotInUse(self.free.pop(index), self.give_back)
+        return SlotInUse(Slot(self.layout, images, self.classes, self.stages), self.give_back)
 
     def give_back(self, slot: "Slot") -> None:
         """Called when nothing refers to a state any more, by whichever thread let it go."""
@@ -171,7 +171,7 @@ class Slot:
         self.bindings: list[onnxruntime.IOBinding | None] = [None] * stages
 
 
-class Held:
+class SlotInUse:
     """A slot in use. When the last reference to this goes, the slot is free again."""
 
     __slots__ = ("done", "give_back", "slot")

@@ -7,9 +7,9 @@ images leaves are different things, and have different names here. Reads no file
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Row = dict[str, Any]
+from nestling.studies.paper.results import Row
+
 # Student's t for a 95 % interval of a mean of n: the seeds are few, and two standard errors would be far too sure of them.
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 HOLDS, NOT, OPEN = "holds", "does not hold", "open"

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import chip, nvrtc
-from nestling.kernels.backends import tables
+from nestling.kernels.backends import tile_tables
 from nestling.kernels.images import empty_image, empty_moments
 
 SIDES = (8, 16, 32)  # of images, in pixels
 
 
-class Tiles(Protocol):
+class CudaTiles(Protocol):
     @property
     def splits(self) -> int:
         """Into how many parts a weight gradient is split."""
@@ -54,7 +54,7 @@ def fits_kernel(channels: tuple[int, ...], kernel: str, x: Tensor, cout: int) ->
 
 
 def measured(backend: str, kernel: str, x: Tensor, cout: int) -> dict[str, int] | None:
-    return tables.measured(chip.of(x.device), backend, kernel, x.shape[1], cout, x.shape[2])
+    return tile_tables.measured(chip.of(x.device), backend, kernel, x.shape[1], cout, x.shape[2])
 
 
 def forward(
@@ -62,7 +62,7 @@ def forward(
     affine: Tensor | None,
     weight: Tensor,
     cout: int,
-    tiles: Tiles,
+    tiles: CudaTiles,
     *,
     shortcut: Tensor | None = None,
     moments: bool = False,
@@ -74,14 +74,14 @@ def forward(
     return h, y, found if found is not None else affine.new_empty(0)
 
 
-def back(dy: Tensor, weight: Tensor, z: Tensor, affine: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def back(dy: Tensor, weight: Tensor, z: Tensor, affine: Tensor, tiles: CudaTiles) -> tuple[Tensor, Tensor]:
     cout = z.shape[1]
     g, sums = empty_image(dy, cout), empty_moments(dy, cout, tiles.pixels(dy.shape[3]))
     tiles.convolve(dy, weight, g, sums, affine, z=z)
     return g, sums
 
 
-def weights(xs: list[Tensor], dys: list[Tensor], tiles: Tiles) -> list[Tensor]:
+def weights(xs: list[Tensor], dys: list[Tensor], tiles: CudaTiles) -> list[Tensor]:
     size = dys[0].shape[1] * 9 * xs[0].shape[1]
     partials = [torch.empty(tiles.splits, size, dtype=torch.float32, device=x.device) for x in xs]
     tiles.weight_gradients(xs, dys, partials)

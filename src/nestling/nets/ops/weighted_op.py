@@ -15,7 +15,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Births
 from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import Op, own
-from nestling.nets.ops.operation import Channels, Operation, Size
+from nestling.nets.ops.operation import Channels, Extent, Operation
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Weighted(Operation):
+class WeightedOp(Operation):
     """An operation whose rows are weighted sums of the channels they may read."""
 
     kernel: tuple[int, ...] = field(default=(), kw_only=True)
@@ -209,7 +209,7 @@ class Weighted(Operation):
         index = table.view(*table.shape, *[1] * (value.dim() - 2))
         return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
 
-    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Size) -> list[Op]:
+    def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
         assert cut is not None
         weight = own(cut.weight(layer.live_weight().cpu()))
         bias = None if layer.bias is None else own(layer.bias.cpu()[cut.rows])

@@ -13,7 +13,7 @@ from nestling.kernels.chip import Chip
 
 FOLDER = Path(__file__).parent / "tiles"
 FIRST = "NVIDIA H200"
-Shape = tuple[str, str, int, int, int]  # backend, kernel, channels in, channels out, side
+TileKey = tuple[str, str, int, int, int]  # backend, kernel, channels in, channels out, side
 
 
 def file_of(name: str) -> Path:
@@ -21,7 +21,7 @@ def file_of(name: str) -> Path:
 
 
 @cache
-def table(name: str) -> dict[Shape, dict[str, Any]]:
+def table(name: str) -> dict[TileKey, dict[str, Any]]:
     """A chip's rows; none if it has no file."""
     path = file_of(name)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []

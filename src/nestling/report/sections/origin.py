@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nestling.report.content import Block, Cell, Section, Table, Text, listed
+from nestling.report.content import Cell, PageBlock, Section, Table, Text, listed
 from nestling.report.records import Run
 from nestling.report.subject import Subject
 
@@ -27,7 +27,7 @@ def provenance(about: Subject) -> Section:
         rows.append((*words, Cell(str(recipe.train.seed)), Cell(epochs), Cell(took)))
     columns = tuple(map(Cell, ("run", "command", "commit", "started (UTC)", "seed", "epochs", "time")))
     devices = dict.fromkeys(run.provenance.get("device", "unknown") for run in about.runs)
-    blocks: list[Block] = [
+    blocks: list[PageBlock] = [
         Text(f"Trained on {listed(list(devices))}, with {listed(versions(about.runs))}."),
         Table("Runs", columns, tuple(rows), "Times are of the training epochs alone.", name="provenance", words=4),
     ]
