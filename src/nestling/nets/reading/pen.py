@@ -18,11 +18,11 @@ from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Scale, Se
 from nestling.nets.ops.calls import Call, Reshape
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
+from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
-from nestling.nets.reading.sketch import Page
-from nestling.nets.reading.trace import BATCHES, attribute, path_of
-from nestling.nets.reading.vocabulary import METHODS, SHAPING
+from nestling.nets.reading.sketch import STRANGE, Page
+from nestling.nets.reading.trace import BATCHES, path_of
 
 
 class Pen(Page):
@@ -78,7 +78,7 @@ class Pen(Page):
             self.refuse(
                 node, f"its constant has the shape {shape}; expected a number for every channel, or one for all"
             )
-        held, path = self.constant(node, constant)
+        held, path = constant_of(self, node, constant)
         layer, learnt = nn.Module(), isinstance(held, nn.Parameter)
         layer.register_parameter("weight", held) if isinstance(held, nn.Parameter) else layer.register_buffer(
             "weight", held
@@ -86,53 +86,9 @@ class Pen(Page):
         layer.training = self.module.get_submodule(path_of(node)).training
         self.holders[node] = path.rpartition(".")[0] if learnt else ""
         op, name = Scale(function, learnt), self.name(node)
-        shares = self.own(node, name, layer, op)
+        shares = own(self, node, name, layer, op)
         self.same(node, read)
         self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node), shares))
-
-    def constant(self, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str]:
-        """A parameter or buffer that was only brought into shape, with its path; or what is computed from buffers alone."""
-        source = constant
-        while source.op != "get_attr" and METHODS.get(source.target, source.target) in SHAPING:
-            source = source.all_input_nodes[0]
-        if source.op == "get_attr":
-            try:
-                return attribute(self.module, str(source.target)), str(source.target)
-            except AttributeError:
-                self.refuse(node, "it reads a tensor that is made while running; keep it as a buffer")
-        recorder = Recorder(self.trace, {}, {})
-        try:
-            recorder.step(constant, constant)
-        except Unknown as error:
-            self.refuse(node, str(error))
-        if any(p.requires_grad for p in recorder.piece.parameters()):
-            self.refuse(node, "its constant is computed from parameters while running, so it cannot be cut by births")
-        with torch.no_grad():
-            return recorder.piece().detach(), ""
-
-    def own(self, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:
-        """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
-        mine = list(layer.parameters(recurse=False))
-        for parameter in mine:
-            if not parameter.is_floating_point():
-                self.refuse(
-                    node, f"its weights are {parameter.dtype}; nest the network in floating point, then quantise"
-                )
-        held: list[Tensor] = [*mine] or [b for b in layer.buffers(recurse=False) if b.dim()]
-        first = {self.weights_of.setdefault(id(tensor), name) for tensor in held}
-        if first <= {name} or self.whole:  # where nothing is trained, each place may have a copy
-            self.sketch.layers[name] = layer
-            return ""
-        sharer = first.pop()
-        theirs = self.sketch.layers[sharer]
-        whole = not first and type(self.sketch.nodes[sharer].op) is type(op)
-        if not whole or (mine and {*map(id, mine)} != {*map(id, theirs.parameters(recurse=False))}):
-            self.refuse(node, "some of its parameters serve other places too, in part or as something else")
-        if not op.weighted and self.sketch.nodes[sharer].op != op:
-            self.refuse(
-                node, f"its parameters serve {sharer} too, with other numbers ({op}, {self.sketch.nodes[sharer].op})"
-            )
-        return sharer
 
     def layer(self, node: fx.Node, read: str, layer: nn.Module, kind: type[Operation]) -> None:
         """A layer with parameters, by the operation that knows it."""
@@ -147,7 +103,7 @@ class Pen(Page):
             self.refuse(
                 node, f"it does not take tensors of shape (N, {self.channels(read)}, *{self.sketch.nodes[read].size})"
             )
-        shares = self.own(node, name, layer, op)
+        shares = own(self, node, name, layer, op)
         if first is not None:
             read = self.before(f"{name}_pad", read, first)
         channels, size = self.values[node].shape[op.axis], self.size(node)
@@ -166,46 +122,19 @@ class Pen(Page):
     def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
         """A function on parameters of the module, as the layer it stands for."""
         given = self.given(node, "input", "weight", "bias", *kind.words)
-        weight, bias = given.get("weight"), given.get("bias")
-        for tensor in (weight, bias):
-            if isinstance(tensor, fx.Node) and tensor.op != "get_attr":
-                self.refuse(node, "its weight is computed while running, so it cannot be cut by births")
-        assert isinstance(weight, fx.Node)
-        held = attribute(self.module, str(weight.target))
-        if not isinstance(held, nn.Parameter):  # a fixed kernel, such as a blur
-            held = self.memo.setdefault(id(held), nn.Parameter(held, requires_grad=False))
-        layer = kind.torch_layer(held, bias is not None, {word: given[word] for word in kind.words if word in given})
-        layer.weight = held
-        if isinstance(bias, fx.Node):
-            layer.bias = attribute(self.module, str(bias.target))
-            if not isinstance(layer.bias, nn.Parameter):
-                self.refuse(node, f"its bias {bias.target} is no parameter of the module")
-        read, holder = self.names.get(given["input"]), str(weight.target).rpartition(".")[0]
-        if not isinstance(read, str):
-            self.refuse(node, "it does not read a tensor that was computed from the image")
-        self.holders[node] = holder  # the functional form on a module's own weight goes by that module's name
-        self.layer(node, read, layer, kind)
+        layer = functional_layer(self, node, kind, given)
+        # the functional form on a module's own weight goes by that module's name
+        self.holders[node] = str(given["weight"].target).rpartition(".")[0]
+        self.layer(node, self.computed(node, given["input"]), layer, kind)
 
     def norm(self, node: fx.Node, shell: Shell, kind: type[Operation]) -> None:
         """A function on the module's own parameters and statistics, as the layer it stands for."""
         runs = [self.given(n, *shell.words) for n in (node, self.trace.twins[node][0])]
-        tensors: dict[str, Any] = {}
-        for word in shell.tensors:
-            held = runs[0].get(word)
-            if isinstance(held, fx.Node) and held.op != "get_attr":
-                self.refuse(node, f"its {word} is computed while running, so it cannot be cut by births")
-            tensors[word] = attribute(self.module, str(held.target)) if isinstance(held, fx.Node) else None
-        read = self.names.get(runs[0]["input"])
-        if not isinstance(read, str):
-            self.refuse(node, "it does not read a tensor that was computed from the image")
-        try:
-            layer = shell.layer(runs[0], runs[1], tensors, self.sketch.nodes[read])
-        except NestlingError as error:
-            self.refuse(node, str(error))
-        owner = path_of(node)
+        read = self.computed(node, runs[0]["input"])
+        layer = norm_layer(self, node, shell, runs[0], runs[1], self.sketch.nodes[read])
+        owner, weight = path_of(node), runs[0].get("weight")
         layer.training = self.module.get_submodule(owner).training
-        held = runs[0].get("weight")
-        self.holders[node] = str(held.target).rpartition(".")[0] if isinstance(held, fx.Node) else owner
+        self.holders[node] = str(weight.target).rpartition(".")[0] if isinstance(weight, fx.Node) else owner
         self.layer(node, read, layer, kind)
 
     def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:
@@ -297,9 +226,7 @@ class Pen(Page):
         for tensor in tensors:
             name = self.names.get(tensor)
             if not isinstance(name, str):
-                self.refuse(
-                    node, f"it reads {tensor.target}, which is neither computed from the image nor part of a layer"
-                )
+                self.refuse(node, STRANGE.format(tensor.target))
             if name in reads:  # a plan reads each tensor once: take a copy
                 name = self.take(node, name, tuple(range(self.channels(name))))
             reads.append(name)
@@ -362,9 +289,7 @@ class Pen(Page):
         size, before = self.size(node), tuple(self.values[traced].shape)
         if before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
             self.refuse(node, f"it spreads a tensor of shape {before} to {tuple(self.values[node].shape)}")
-        read, name = self.names.get(traced), self.name(node)
-        if not isinstance(read, str):
-            self.refuse(node, "it does not read a tensor that was computed from the image")
+        read, name = self.computed(node, traced), self.name(node)
         self.sketch.layers[name] = Call(torch.Tensor.expand, 0, (None, -1, -1, *size), {})
         self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), size))
 

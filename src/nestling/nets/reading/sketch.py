@@ -16,6 +16,8 @@ from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
 from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
 
+STRANGE = "it reads {}, which is neither computed from the image nor part of a layer"
+
 
 @dataclass
 class Sketch:
@@ -122,14 +124,16 @@ class Page:
     def read_of(self, node: fx.Node, position: int = 0) -> str:
         """The plan's name of the tensor an operation reads first."""
         traced = [a for a in node.all_input_nodes if self.is_tensor(a)]
-        name = self.names.get(traced[position]) if position < len(traced) else None
         if len(traced) > 1 and position == 0 and any(a not in self.names for a in traced):
             strange = next(a for a in traced if a not in self.names)
-            self.refuse(
-                node, f"it reads {strange.target}, which is neither computed from the image nor part of a layer"
-            )
+            self.refuse(node, STRANGE.format(strange.target))
         if position < len(traced) and traced[position] in self.regrouped:
             self.refuse(node, f"it works on channels regrouped to {tuple(self.values[traced[position]].shape)}")
+        return self.computed(node, traced[position] if position < len(traced) else None)
+
+    def computed(self, node: fx.Node, read: Any) -> str:
+        """The plan's name of a tensor that must have been computed from the image."""
+        name = self.names.get(read)
         if not isinstance(name, str):
             self.refuse(node, "it does not read a tensor that was computed from the image")
         return name

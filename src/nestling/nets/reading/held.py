@@ -1,0 +1,97 @@
+"""What a module holds for its operations: parameters and buffers, as the layers that are made of them.
+
+In: a traced operation and the page it belongs on. Out: a constant; the layer that a function on the module's own tensors stands
+for; which node first used a layer's weights. A refusal where births could not cut them. Nodes are pen.py's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from nestling.errors import NestlingError
+from nestling.nets.ops import Operation
+from nestling.nets.ops.weighted_op import WeightedOp
+from nestling.nets.plan import Node
+from nestling.nets.reading.recorded import Recorder, Unknown
+from nestling.nets.reading.shells import Shell
+from nestling.nets.reading.sketch import Page
+from nestling.nets.reading.trace import attribute
+from nestling.nets.reading.vocabulary import METHODS, SHAPING
+
+
+def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str]:
+    """A parameter or buffer that was only brought into shape, with its path; or what is computed from buffers alone."""
+    source = constant
+    while source.op != "get_attr" and METHODS.get(source.target, source.target) in SHAPING:
+        source = source.all_input_nodes[0]
+    if source.op == "get_attr":
+        try:
+            return attribute(page.module, str(source.target)), str(source.target)
+        except AttributeError:
+            page.refuse(node, "it reads a tensor that is made while running; keep it as a buffer")
+    recorder = Recorder(page.trace, {}, {})
+    try:
+        recorder.step(constant, constant)
+    except Unknown as error:
+        page.refuse(node, str(error))
+    if any(p.requires_grad for p in recorder.piece.parameters()):
+        page.refuse(node, "its constant is computed from parameters while running, so it cannot be cut by births")
+    with torch.no_grad():
+        return recorder.piece().detach(), ""
+
+
+def own(page: Page, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:
+    """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
+    mine = list(layer.parameters(recurse=False))
+    for parameter in mine:
+        if not parameter.is_floating_point():
+            page.refuse(node, f"its weights are {parameter.dtype}; nest the network in floating point, then quantise")
+    held: list[Tensor] = [*mine] or [b for b in layer.buffers(recurse=False) if b.dim()]
+    first = {page.weights_of.setdefault(id(tensor), name) for tensor in held}
+    if first <= {name} or page.whole:  # where nothing is trained, each place may have a copy
+        page.sketch.layers[name] = layer
+        return ""
+    sharer = first.pop()
+    theirs = page.sketch.layers[sharer]
+    whole = not first and type(page.sketch.nodes[sharer].op) is type(op)
+    if not whole or (mine and {*map(id, mine)} != {*map(id, theirs.parameters(recurse=False))}):
+        page.refuse(node, "some of its parameters serve other places too, in part or as something else")
+    if not op.weighted and page.sketch.nodes[sharer].op != op:
+        page.refuse(
+            node, f"its parameters serve {sharer} too, with other numbers ({op}, {page.sketch.nodes[sharer].op})"
+        )
+    return sharer
+
+
+def held_as(page: Page, node: fx.Node, word: str, given: Any) -> Tensor | None:
+    """The module's tensor that is given as an argument, if one is."""
+    if not isinstance(given, fx.Node):
+        return None
+    if given.op != "get_attr":
+        page.refuse(node, f"its {word} is computed while running, so it cannot be cut by births")
+    return attribute(page.module, str(given.target))
+
+
+def functional_layer(page: Page, node: fx.Node, kind: type[WeightedOp], given: dict[str, Any]) -> nn.Module:
+    weight, bias = (held_as(page, node, word, given.get(word)) for word in ("weight", "bias"))
+    assert weight is not None
+    if not isinstance(weight, nn.Parameter):  # a fixed kernel, such as a blur
+        weight = page.memo.setdefault(id(weight), nn.Parameter(weight, requires_grad=False))
+    layer = kind.torch_layer(weight, bias is not None, {word: given[word] for word in kind.words if word in given})
+    layer.weight = weight
+    if bias is not None:
+        if not isinstance(bias, nn.Parameter):
+            page.refuse(node, f"its bias {given['bias'].target} is no parameter of the module")
+        layer.bias = bias
+    return layer
+
+
+def norm_layer(
+    page: Page, node: fx.Node, shell: Shell, training: dict[str, Any], evaluation: dict[str, Any], read: Node
+) -> nn.Module:
+    tensors = {word: held_as(page, node, word, training.get(word)) for word in shell.tensors}
+    try:
+        return shell.layer(training, evaluation, tensors, read)
+    except NestlingError as error:
+        page.refuse(node, str(error))
