@@ -1,0 +1,210 @@
+"""The scheduler in simulated time: nobody is lost or answered twice, stage 1 comes first, and no time goes to who has none."""
+
+import random
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import Costs, Simulation
+
+from nestling.serve.scheduler import CAUTION, Batch, Full, Job, Scheduler
+
+CPU = Costs((1e-3, 1.9e-3, 4e-3), (0.95e-3, 1.8e-3, 3.7e-3))  # images go one by one: joining them saves nothing
+GPU = Costs((1e-3, 1e-3, 1e-3), (0.05e-3, 0.05e-3, 0.05e-3))
+Arrivals = list[tuple[float, float]]
+
+times = st.floats(0, 0.05).map(lambda value: round(value, 5))
+limits = st.one_of(st.floats(0, 0.03).map(lambda value: round(value, 5)), st.just(inf))
+traffic = st.lists(st.tuples(times, limits), max_size=40)
+machines = st.builds(
+    Simulation,
+    costs=st.sampled_from([CPU, GPU]),
+    keep=st.sampled_from([1, 3, 10_000]),
+    most=st.sampled_from([1, 4, 64]),
+    slower=st.sampled_from([0.5, 1.0, 3.0]),
+    stops=st.booleans(),
+)
+
+
+def poisson(rate: float, seconds: float, limit: float, seed: int = 0) -> Arrivals:
+    chance, at, found = random.Random(seed), 0.0, []
+    while (at := at + chance.expovariate(rate)) < seconds:
+        found.append((at, limit))
+    return found
+
+
+def shares(jobs: Sequence[Job]) -> list[float]:
+    return [sum(job.best[0] == stage for job in jobs) / len(jobs) for stage in range(4)]
+
+
+@given(machines, traffic)
+def test_nobody_is_lost_and_nobody_answered_twice(machine: Simulation, arrivals: Arrivals) -> None:
+    jobs = machine.run(arrivals)
+    for job in jobs:
+        assert len(machine.over[id(job)]) == 1
+        assert job.order == -1
+    assert machine.scheduler.open == machine.scheduler.holding == 0
+
+
+@given(machines, traffic)
+def test_who_has_no_time_left_is_never_run_and_never_keeps_others_waiting(
+    machine: Simulation, arrivals: Arrivals
+) -> None:
+    machine.run(arrivals)
+    for now, batch in machine.began:
+        assert all(job.deadline > now for job in batch.jobs)
+
+
+@given(machines, traffic)
+def test_nobody_loses_stage_1_to_who_has_it(machine: Simulation, arrivals: Arrivals) -> None:
+    """Where images go one by one, everybody gets stage 1 before anybody gets another, the earliest deadline first; where they
+    go together, whoever has no stage yet is still in time afterwards."""
+    machine.run(arrivals)
+    for (now, batch), waited in zip(machine.began, machine.fresh, strict=True):
+        first = CAUTION * machine.costs.predict(1)
+        in_time = [job for job in waited if now + first <= job.deadline]
+        if not in_time:
+            continue
+        earliest = min(job.deadline for job in in_time)
+        if machine.costs is CPU or batch.stage == 1:
+            assert batch.stage == 1 and not batch.late and batch.jobs[0].deadline == earliest
+        else:
+            assert now + CAUTION * machine.costs.predict(batch.stage, len(batch.jobs)) + first <= earliest
+
+
+@given(machines, traffic)
+def test_stages_come_in_order_and_all_of_them_where_there_is_no_deadline(
+    machine: Simulation, arrivals: Arrivals
+) -> None:
+    jobs = machine.run(arrivals)
+    assert all(job.best[0] == 3 and job.final for job in jobs if job.deadline == inf)
+    assert machine.held <= machine.keep + machine.most
+
+
+@given(traffic, st.lists(st.tuples(times, st.floats(1e-5, 1e-3)), max_size=10))
+def test_who_cannot_be_in_time_costs_the_others_nothing(arrivals: Arrivals, hopeless: Arrivals) -> None:
+    def stages(more: Arrivals) -> list[int]:
+        return [job.best[0] for job in Simulation(CPU).run([*arrivals, *more])[: len(arrivals)]]
+
+    assert stages(hopeless) == stages([])
+
+
+@given(machines, traffic)
+def test_the_same_requests_at_the_same_times_give_the_same_batches(machine: Simulation, arrivals: Arrivals) -> None:
+    def story(simulation: Simulation) -> list[tuple[float, int, list[int]]]:
+        jobs = simulation.run(arrivals)
+        places = {id(job): index for index, job in enumerate(jobs)}
+        return [(at, batch.stage, [places[id(job)] for job in batch.jobs]) for at, batch in simulation.began]
+
+    fresh = Simulation(machine.costs, machine.room, machine.keep, machine.most, machine.slower, machine.stops)
+    assert story(machine) == story(fresh)
+
+
+def test_overload_costs_stages_and_not_answers() -> None:
+    """The full net takes 6.9 ms: alone it could answer 145 requests a second."""
+    seen = [shares(Simulation(CPU).run(poisson(load * 145, 5, 0.02))) for load in (0.5, 1, 2, 4)]
+    nothing, last = [each[0] for each in seen], [each[3] for each in seen]
+    assert nothing[:3] == [0, 0, 0] and nothing[3] < 0.01
+    assert last == sorted(last, reverse=True) and last[0] > 0.9
+    assert 1 - seen[2][1] > 0.5, "at twice the load most still get more than stage 1"
+
+
+def test_images_go_together_where_that_pays() -> None:
+    together = Simulation(GPU)
+    jobs = together.run(poisson(5000, 1, 0.05))
+    assert max(len(batch.jobs) for _, batch in together.began) > 4
+    assert shares(jobs)[3] > 0.99
+    alone = Simulation(CPU)
+    alone.run(poisson(500, 1, 0.05))
+    assert max(len(batch.jobs) for _, batch in alone.began) == 1
+
+
+def test_a_long_stage_is_stopped_for_who_would_get_nothing_otherwise() -> None:
+    arrivals = [(0.0, inf), (0.0035, 2e-3)]
+    stopping = Simulation(CPU)
+    assert [job.best[0] for job in stopping.run(arrivals)] == [3, 1]
+    assert stopping.stopped == 1
+    assert [job.best[0] for job in Simulation(CPU, stops=False).run(arrivals)] == [3, 0]
+
+
+def test_when_there_is_no_room_nobody_else_is_taken() -> None:
+    scheduler = Scheduler(CPU, 3, room=3)
+    scheduler.add([Job(None, inf), Job(None, inf)])
+    with pytest.raises(Full):
+        scheduler.add([Job(None, inf), Job(None, inf)])
+    assert scheduler.open == 2
+    scheduler.add([Job(None, inf)])
+    assert scheduler.waits() == 3
+
+
+def finish(scheduler: Scheduler, batch: Batch, logits: Sequence[float] = (0, 0, 0), now: float = 0.0) -> list[Job]:
+    return scheduler.finish(batch, object(), np.array([logits] * len(batch.jobs), np.float32), now)
+
+
+def test_an_image_that_is_sure_enough_takes_no_more_work() -> None:
+    scheduler = Scheduler(CPU, 3)
+    job = Job(None, inf, confident=(0.9, 0.9, 0.9))
+    scheduler.add([job])
+    batch, _ = scheduler.turn(0)
+    assert batch is not None and finish(scheduler, batch, (9, 0, 0)) == [job]
+    assert job.final and job.over and scheduler.turn(0) == (None, [])
+
+
+def test_logits_that_are_not_numbers_are_an_error_of_that_image_alone() -> None:
+    scheduler = Scheduler(GPU, 3)
+    jobs = [Job(None, inf), Job(None, inf)]
+    scheduler.add(jobs)
+    batch, _ = scheduler.turn(0)
+    assert batch is not None and len(batch.jobs) == 2
+    scheduler.finish(batch, object(), np.array([[np.nan, 0, 0], [1, 0, 0]], np.float32), 0)
+    assert jobs[0].over and isinstance(jobs[0].error, ArithmeticError)
+    assert not jobs[1].over and jobs[1].best[0] == 1
+
+
+def test_a_job_may_leave_while_it_runs_and_come_back_with_what_it_has() -> None:
+    scheduler = Scheduler(CPU, 3)
+    job = Job(None, 1.0)
+    scheduler.add([job])
+    batch, _ = scheduler.turn(0)
+    assert batch is not None
+    scheduler.leave(job)
+    assert scheduler.yields(batch, 0, 0), "nobody waits for what is running"
+    scheduler.add([job])
+    assert not scheduler.yields(batch, 0, 0)
+    assert scheduler.turn(0) == (None, []), "it is not run twice"
+    finish(scheduler, batch)
+    second, _ = scheduler.turn(0)
+    assert second is not None and (second.stage, second.jobs) == (2, (job,))
+    scheduler.leave(job)
+    finish(scheduler, second)
+    assert job.best[0] == job.done == 2 and scheduler.open == scheduler.holding == 0
+    job.deadline = 2.0
+    scheduler.add([job])
+    third, _ = scheduler.turn(1)
+    assert third is not None and third.stage == 3
+
+
+def test_those_who_leave_take_no_memory() -> None:
+    scheduler = Scheduler(CPU, 3, room=10)
+    for _ in range(1000):
+        job = Job(None, inf)
+        scheduler.add([job])
+        scheduler.leave(job)
+    assert len(scheduler.waiting[0]) < 100 and scheduler.waits() == 0
+
+
+def test_a_failed_batch_is_over_for_everybody_in_it() -> None:
+    scheduler = Scheduler(GPU, 3)
+    jobs = [Job(None, inf), Job(None, inf)]
+    scheduler.add(jobs)
+    for _ in range(2):
+        batch, _ = scheduler.turn(0)
+        assert batch is not None
+        if batch.stage == 1:
+            finish(scheduler, batch)
+    scheduler.fail(batch, RuntimeError("out of memory"))
+    assert all(job.over and job.final and job.error for job in jobs)
+    assert scheduler.open == scheduler.holding == 0
