@@ -1,4 +1,4 @@
-"""A server in simulated time: the scheduler, an engine that takes as long as it is told, and clients who wait until their deadline."""
+"""A server in simulated time: the scheduler, an engine that takes as long as it is told, clients who look at their deadline."""
 
 import heapq
 from collections.abc import Sequence

@@ -23,6 +23,7 @@ FLOW = """
     train
     export
     runtime
+    serve
     studies
     report
     commands

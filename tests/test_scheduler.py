@@ -200,11 +200,11 @@ def test_a_failed_batch_is_over_for_everybody_in_it() -> None:
     scheduler = Scheduler(GPU, 3)
     jobs = [Job(None, inf), Job(None, inf)]
     scheduler.add(jobs)
-    for _ in range(2):
-        batch, _ = scheduler.turn(0)
-        assert batch is not None
-        if batch.stage == 1:
-            finish(scheduler, batch)
-    scheduler.fail(batch, RuntimeError("out of memory"))
+    first, _ = scheduler.turn(0)
+    assert first is not None
+    finish(scheduler, first)
+    second, _ = scheduler.turn(0)
+    assert second is not None and second.stage == 2
+    scheduler.fail(second, RuntimeError("out of memory"))
     assert all(job.over and job.final and job.error for job in jobs)
     assert scheduler.open == scheduler.holding == 0

@@ -27,6 +27,7 @@ from nestling import (
     Recipe,
     RunDir,
     Runtime,
+    Server,
     Spec,
     StrategyRecipe,
     SumSGD,
@@ -110,6 +111,10 @@ async def answer_by_a_deadline(net: NestedNet, folder: Path) -> list[str]:
             assert_type(runtime.stop_when_sure(0.005).thresholds, tuple[float, ...])
             assert_type(answer.stage, int)
             assert_type(answer.confidence, float)
+        with Server("runs/mine", named={"net": net}, device="cpu") as server:
+            assert_type(server.answer(image, deadline=0.02, model="net"), Answer)
+            assert_type(server.answers(image, model="net"), Generator[Answer, None, None])
+            assert_type(await server.answer_async(image, deadline=0.02, model="net"), Answer)
     except NestlingError as error:
         return [str(error)]
     manifest = export_net(net, spec, folder, batch)

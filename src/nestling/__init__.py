@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.runtime.answer import Answer
     from nestling.runtime.runtime import Runtime
     from nestling.runtime.verified import export_net
+    from nestling.serve.server import Server
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "RunDir",
     "Runtime",
     "SGD",
+    "Server",
     "Spec",
     "StrategyRecipe",
     "SumSGD",
@@ -77,6 +79,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.runtime.answer": ("Answer",),
     "nestling.runtime.runtime": ("Runtime",),
     "nestling.runtime.verified": ("export_net",),
+    "nestling.serve.server": ("Server",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

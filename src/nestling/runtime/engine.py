@@ -83,6 +83,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class JoiningEngine(Engine, Protocol):
+    """An engine that can also put images of several questions together: a server needs that."""
+
+    def join(self, parts: Sequence[tuple[EngineState, int]]) -> EngineState:
+        """State of one image of each state, in this order; they have the same stages behind them, and stay as they are."""
+
+
 def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[float]:
     """Run every stage a few times on an image of zeros; how long each takes by itself (median, seconds)."""
     x = np.zeros((1, *shape), np.float32)

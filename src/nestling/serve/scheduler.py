@@ -44,13 +44,17 @@ class Job:
     confident: tuple[float, ...] = ()  # per stage: a probability that is sure enough to stop
     tell: Callable[[], None] = lambda: None  # for whoever runs the stages: there is news of this job
     best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
+    trail: list[tuple[int, Floats, float]] | None = (
+        None  # the same of every stage, and when; None = nobody wants to know
+    )
     final: bool = False  # nothing better will ever come: the last stage answered, or one that was sure enough
     over: bool = False  # nothing better will come in time
     error: Exception | None = None
     began: float | None = None  # when its first stage was begun
     done: int = 0  # stages that its state has behind it
     state: Any = None  # the engine's; shared by jobs that went through a stage together
-    place: int = 0  # of this image in that state
+    place: int = 0  # of this image in that state,
+    beside: int = 1  # which is that of so many
     running: bool = False
     order: int = -1  # of arrival; -1 = not with the scheduler
 
@@ -101,6 +105,16 @@ class Scheduler:
         if self.stale > self.open + STALE:
             self.sweep()
 
+    def clear(self) -> list[Job]:
+        """Everybody goes; those who did."""
+        everybody = [
+            job for heap in (*self.waiting, self.again, self.late) for _, order, job in heap if order == job.order
+        ]
+        for job in everybody:
+            job.over = True
+            self.leave(job)
+        return everybody
+
     def waits(self) -> int:
         """How many jobs have no stage yet."""
         return sum(job.order == order for heap in (self.waiting[0], self.late) for _, order, job in heap)
@@ -122,13 +136,12 @@ class Scheduler:
     def finish(self, batch: Batch, state: Any, logits: Floats, now: float) -> list[Job]:
         """A batch went through its stage; the jobs of which there is news."""
         news = []
-        last = batch.stage == self.stages
         for place, job in enumerate(batch.jobs):
             job.running = False
-            if self.learn(job, batch.stage, logits[place], last):
+            if self.learn(job, batch.stage, logits[place], now):
                 news.append(job)
             held = job.state is not None
-            job.state, job.place, job.done = state, place, batch.stage
+            job.state, job.place, job.beside, job.done = state, place, len(batch.jobs), batch.stage
             if job.final:
                 job.state = None
             if job.order < 0:
@@ -194,7 +207,7 @@ class Scheduler:
         self.holding -= job.state is not None
         job.state, job.done = None, 0
 
-    def learn(self, job: Job, stage: int, logits: Floats, last: bool) -> bool:
+    def learn(self, job: Job, stage: int, logits: Floats, now: float) -> bool:
         """Write down what a stage said; False if that is no news."""
         if stage <= job.best[0]:
             return False
@@ -203,7 +216,9 @@ class Scheduler:
             job.final = True
             return True
         job.best = (stage, logits)
-        job.final = last or bool(job.confident and softmax(logits).max() >= job.confident[stage - 1])
+        if job.trail is not None:
+            job.trail.append((stage, logits, now))
+        job.final = stage == self.stages or bool(job.confident and softmax(logits).max() >= job.confident[stage - 1])
         return True
 
     def skim(self, heap: Heap, now: float, over: list[Job]) -> None:

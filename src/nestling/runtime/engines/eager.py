@@ -86,5 +86,9 @@ class EagerEngine:
         index = torch.tensor(rows, device=self.device)
         return {name: value.index_select(0, index) for name, value in state.items()}
 
+    def join(self, parts: Sequence[tuple[Values, int]]) -> Values:
+        first = parts[0][0]
+        return {name: torch.cat([state[name][row : row + 1] for state, row in parts]) for name in first}
+
     def close(self) -> None:
         self.modules.clear()

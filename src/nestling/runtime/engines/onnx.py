@@ -107,23 +107,33 @@ class OnnxEngine:
         return slot.logits.copy(), state
 
     def take(self, state: "SlotInUse", rows: Sequence[int]) -> "SlotInUse":
-        held = self.hold(len(rows))
-        made = {"input", *(name for graph in self.graphs[: state.done] for name in graph.gives)}
-        for name in made & {name for graph in self.graphs[state.done :] for name in graph.takes}:
+        held = self.hold(len(rows), state.done)
+        for name in self.needed(state.done):
             np.take(state.slot.values[name], rows, axis=0, out=held.slot.values[name], mode="clip")
-        held.done = state.done
         return held
+
+    def join(self, parts: Sequence[tuple["SlotInUse", int]]) -> "SlotInUse":
+        held = self.hold(len(parts), parts[0][0].done)
+        for name in self.needed(held.done):
+            for place, (state, row) in enumerate(parts):
+                held.slot.values[name][place] = state.slot.values[name][row]
+        return held
+
+    def needed(self, done: int) -> set[str]:
+        """The values that there are after so many stages and that a later one takes."""
+        made = {"input", *(name for graph in self.graphs[:done] for name in graph.gives)}
+        return made & {name for graph in self.graphs[done:] for name in graph.takes}
 
     def close(self) -> None:
         self.free.clear()
         self.sessions.clear()
 
-    def hold(self, images: int) -> "SlotInUse":
+    def hold(self, images: int, done: int = 0) -> "SlotInUse":
         """A slot for so many images: one that is free, or a new one."""
         for index, slot in enumerate(self.free):
             if slot.images == images:
-                return SlotInUse(self.free.pop(index), self.give_back)
-        return SlotInUse(Slot(self.layout, images, self.classes, self.stages), self.give_back)
+                return SlotInUse(self.free.pop(index), self.give_back, done)
+        return SlotInUse(Slot(self.layout, images, self.classes, self.stages), self.give_back, done)
 
     def give_back(self, slot: "Slot") -> None:
         """Called when nothing refers to a state any more, by whichever thread let it go."""
@@ -176,8 +186,8 @@ class SlotInUse:
 
     __slots__ = ("done", "give_back", "slot")
 
-    def __init__(self, slot: Slot, give_back: Callable[[Slot], None]) -> None:
-        self.slot, self.give_back, self.done = slot, give_back, 0
+    def __init__(self, slot: Slot, give_back: Callable[[Slot], None], done: int = 0) -> None:
+        self.slot, self.give_back, self.done = slot, give_back, done
 
     def __del__(self) -> None:
         self.give_back(self.slot)

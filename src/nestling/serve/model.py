@@ -1,0 +1,162 @@
+"""One network under a name: images in, a Request out.
+
+In: what a Runtime takes (a run's folder, the name of a trained network, a folder of exported stages, a network). The runtime
+opens it, checks images and knows how long stages take; its engine belongs to the thread of stages.py, so the runtime itself
+is not asked. Answers that may be refined are kept under a token for a while, up to a number of bytes.
+"""
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from nestling.errors import NestlingError
+from nestling.nets import NestedNet
+from nestling.runs.folder import RunDir
+from nestling.runtime.caller import Sure
+from nestling.runtime.engine import JoiningEngine, Stop
+from nestling.runtime.inputs import short
+from nestling.runtime.promise import Margin
+from nestling.runtime.runtime import Runtime
+from nestling.serve.request import Request
+from nestling.serve.scheduler import Job, Scheduler
+from nestling.serve.stages import Stages
+
+Source = NestedNet | RunDir | str | Path | Runtime
+ROOM = 256  # images at a time
+MEMORY = 256 * 2**20  # bytes of state, of images that are being answered
+KEPT_BYTES = 64 * 2**20  # of answers that may be refined
+KEPT_SECONDS = 30.0
+RETIRING = 0.05  # seconds between two looks whether anybody still asks
+TOGETHER = 8  # images of the batch by which it is learnt what each further one costs
+
+
+class Model:
+    """Answers for many clients at a time. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        device: str = "auto",
+        threads: int = 1,
+        room: int = ROOM,
+        memory: int = MEMORY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        runtime = source if isinstance(source, Runtime) else opened(source, device, threads)
+        if not hasattr(runtime.engine, "join"):
+            raise NestlingError(f"the engine {runtime.engine.name} cannot be served; open {name} with engine='eager'")
+        self.name, self.source, self.runtime, self.clock = name, source, runtime, clock
+        self.spec, self.intake, self.pace = runtime.spec, runtime.intake, runtime.pace
+        engine = cast(JoiningEngine, runtime.engine)
+        self.learn_batches(engine)
+        keep = max(1, memory // max(1, engine.row_bytes))
+        scheduler = Scheduler(self.pace, self.spec.stages, room, keep, min(64, keep))
+        self.stages = Stages(engine, scheduler, self.pace, clock)
+        self.kept = Kept(engine.row_bytes, clock)
+        self.margin = Margin()  # of those who ask from Python
+
+    def learn_batches(self, engine: JoiningEngine) -> None:
+        """See what images cost together, so that the scheduler knows whether to join them."""
+        x = np.zeros((TOGETHER, *self.spec.shape), np.float32)
+        for _ in range(2):  # the first allocates
+            state = engine.start(x)
+            for stage in range(1, engine.stages + 1):
+                began = self.clock()
+                _, state = engine.step(stage, state, Stop())
+                took = self.clock() - began
+                self.pace.more[stage - 1] = max(0.0, took - self.pace.predict(stage)) / (TOGETHER - 1)
+
+    def ask(
+        self, x: Any, limit: float, confident: Sure = None, margin: Margin | None = None, began: float | None = None
+    ) -> Request:
+        """A request about images (N,C,H,W), uint8 or normalised float32, by `limit` seconds from when it `began`; not yet
+        submitted. Raises NestlingError for what is no such image."""
+        began = self.clock() if began is None else began
+        self.intake.check(x, 4)
+        if not len(x):
+            raise NestlingError(f"the batch is empty; give at least one image {self.intake.wanted()}")
+        if len(x) > self.stages.scheduler.room:
+            raise NestlingError(f"found {len(x)} images in one request, expected at most {self.stages.scheduler.room}")
+        images = self.intake.prepare(x)
+        sure = self.runtime._check_thresholds(confident)
+        jobs = [Job(images[i : i + 1], began + limit, sure) for i in range(len(images))]
+        return Request(self.stages, self.spec, self.runtime.prior, jobs, began, limit, margin or self.margin)
+
+    def more(self, token: str, limit: float, margin: Margin | None = None, began: float | None = None) -> Request:
+        """A request to go on with what is kept under a token, which is used up by this."""
+        began = self.clock() if began is None else began
+        jobs = self.kept.take(token)
+        return Request(self.stages, self.spec, self.runtime.prior, jobs, began, limit, margin or self.margin)
+
+    def retire(self) -> None:
+        """Close when nobody is asking any more: another model has taken this one's name."""
+
+        def wait() -> None:
+            while self.stages.scheduler.open:
+                time.sleep(RETIRING)
+            self.close()
+
+        threading.Thread(target=wait, name="nestling-retiring", daemon=True).start()
+
+    def close(self) -> None:
+        """End at once; whoever waits gets what there is."""
+        self.stages.close()
+        self.runtime.close()
+
+
+class Kept:
+    """Jobs that may be gone on with, by token: for a time, and up to a number of bytes; the oldest go first."""
+
+    def __init__(
+        self,
+        row_bytes: int,
+        clock: Callable[[], float],
+        most_bytes: int = KEPT_BYTES,
+        seconds: float = KEPT_SECONDS,
+    ) -> None:
+        self.row_bytes, self.clock, self.most_bytes, self.seconds = row_bytes, clock, most_bytes, seconds
+        self.found: OrderedDict[str, tuple[float, int, Sequence[Job]]] = OrderedDict()
+        self.bytes = 0
+
+    def put(self, jobs: Sequence[Job]) -> str:
+        """Keep jobs, and the token for them; "" where they are too large to be kept or there is nothing to refine."""
+        size = sum(job.beside * self.row_bytes if job.state is not None else int(job.x.nbytes) for job in jobs)
+        if size > self.most_bytes or all(job.final for job in jobs):
+            return ""
+        token = secrets.token_urlsafe(16)
+        self.found[token] = (self.clock() + self.seconds, size, jobs)
+        self.bytes += size
+        self.purge()
+        return token
+
+    def take(self, token: Any) -> Sequence[Job]:
+        self.purge()
+        _, size, jobs = self.found.pop(token, (0.0, 0, ())) if isinstance(token, str) else (0.0, 0, ())
+        if not jobs:
+            raise NestlingError(
+                f"nothing is kept under the token {short(token)}: it was used, is older than {self.seconds:g} s, or made room "
+                "for others; send the images again"
+            )
+        self.bytes -= size
+        return jobs
+
+    def purge(self) -> None:
+        """Let go what is too old or too much."""
+        now = self.clock()
+        while self.found and (self.bytes > self.most_bytes or next(iter(self.found.values()))[0] <= now):
+            self.bytes -= self.found.popitem(last=False)[1][1]
+
+
+def opened(source: NestedNet | RunDir | str | Path, device: str, threads: int) -> Runtime:
+    """On a GPU the eager engine: a captured graph is of one image, and images must go together there."""
+    from nestling.runs.device import pick_device
+
+    on_gpu = pick_device(device, "device=").type == "cuda"
+    return Runtime(source, device, "eager" if on_gpu else "auto", threads)

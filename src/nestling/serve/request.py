@@ -1,0 +1,152 @@
+"""A request: some images that are answered together, by one deadline; and waiting for it, by a thread or a coroutine.
+
+In: jobs for the stages' thread. Out: Answers, when nothing better will come or time is up. Time is up a margin before the
+deadline: what it took lately from then until an answer was on its way (runtime.promise.Margin). Runs nothing itself.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from nestling.errors import NestlingError
+from nestling.export.spec import Spec
+from nestling.runtime.answer import Answer, softmax
+from nestling.runtime.bell import Bell
+from nestling.runtime.engine import Floats
+from nestling.runtime.promise import Margin
+from nestling.serve.scheduler import Job
+from nestling.serve.stages import Stages
+
+LONGEST_SLEEP = 1e6  # seconds; a timer cannot hold every number
+
+
+class Request:
+    """Jobs that one client waits for."""
+
+    def __init__(
+        self, stages: Stages, spec: Spec, prior: Floats, jobs: Sequence[Job], began: float, limit: float, margin: Margin
+    ) -> None:
+        self.stages, self.spec, self.prior, self.jobs = stages, spec, prior, jobs
+        self.clock, self.began, self.margin = stages.clock, began, margin
+        self.due = began + (margin.before(limit) if limit < inf else inf)
+        self.deadline = began + limit
+        self.before = self.stage  # what there was when it began
+        self.wake: Callable[[], Any] = lambda: None
+
+    def submit(self, every: bool = False) -> "Request":
+        """Begin. `every`: the client wants every stage's answer. Raises Full where there is no room."""
+        todo = [job for job in self.jobs if not job.final]
+        if any(job.order >= 0 for job in todo):
+            raise NestlingError("this answer is being refined already; wait for that")
+        for job in todo:
+            job.deadline, job.tell, job.trail = self.due, self.tell, [] if every else None
+        self.stages.submit(todo)
+        return self
+
+    def tell(self) -> None:
+        """Called by the stages' thread."""
+        if self.over or self.jobs[0].trail is not None:
+            self.wake()
+
+    @property
+    def over(self) -> bool:
+        return all(job.over for job in self.jobs)
+
+    @property
+    def stage(self) -> int:
+        """The stage that every image has reached; 0 = some have none."""
+        return min(job.best[0] for job in self.jobs)
+
+    def leave(self) -> None:
+        """Stop working on it. What there is stays, and can be gone on with."""
+        if not self.over:
+            self.stages.leave(self.jobs)
+
+    def again(self, jobs: Sequence[Job], limit: float, began: float) -> "Request":
+        """More of some of the images, from where their work stands."""
+        return Request(self.stages, self.spec, self.prior, jobs, began, limit, self.margin)
+
+    # --- answers -------------------------------------------------------------------------------------------------
+
+    def answers(self, stage: int | None = None) -> list[Answer]:
+        """The best answers now, or those there were when every image had reached a stage."""
+        return [self.form(job, stage) for job in self.jobs]
+
+    def form(self, job: Job, stage: int | None) -> Answer:
+        if job.error is not None:
+            failed = f"stage {job.best[0] + 1} of {self.spec.name} failed: {job.error}"
+            raise NestlingError(failed) from job.error
+        final = job.final  # read before the logits: they may only be newer
+        found, logits, at = *job.best, self.clock()
+        if stage is not None and job.trail:
+            found, logits, at = next((each for each in reversed(job.trail) if each[0] <= stage), job.trail[0])
+            final = final and found == job.best[0]
+        label = int((self.prior if logits is None else logits).argmax())
+        name, size = (self.spec.classes[label], self.spec.sizes[found - 1]) if found else ("", "")
+        probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
+        return Answer(label, name, found, size, at - self.began, final, probabilities, partial(self.refine, job))
+
+    def refine(self, job: Job, limit: float | None) -> Answer:
+        """Go on with one image where it stopped, and wait for it."""
+        return self.again([job], inf if limit is None else limit, self.clock()).submit().wait()[0]
+
+    def handed(self) -> None:
+        """The answer is on its way: how long that took after it was due is what the margin must cover."""
+        if self.due < inf:
+            self.margin.observe(max(0.0, self.clock() - self.due))
+
+    # --- waiting -------------------------------------------------------------------------------------------------
+
+    def news(self, seen: int) -> range:
+        """Stages that all images have reached since."""
+        return range(seen + 1, self.stage + 1)
+
+    def wait(self) -> list[Answer]:
+        """In a thread: until nothing better will come, or time is up."""
+        for _ in self.each_stage():
+            pass
+        found = self.answers()
+        self.handed()
+        return found
+
+    def each_stage(self) -> Iterator[int]:
+        """In a thread: every stage that all images have reached, as they do."""
+        bell, seen = Bell(), self.before
+        self.wake = bell.ring
+        try:
+            while not self.over and bell.wait(self.due, self.clock):
+                yield from (new := self.news(seen))
+                seen += len(new)
+            yield from self.news(seen)
+        finally:
+            self.leave()
+
+    async def each_stage_async(self) -> AsyncIterator[int]:
+        """In a coroutine: the same."""
+        loop, rang, seen = asyncio.get_running_loop(), asyncio.Event(), self.before
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(rang.set)
+
+        self.wake = wake
+        left = self.due - self.clock()
+        timer = loop.call_later(max(0.0, left), rang.set) if left < LONGEST_SLEEP else None
+        try:
+            while not self.over and self.clock() < self.due:
+                await rang.wait()
+                rang.clear()
+                for stage in (new := self.news(seen)):
+                    yield stage
+                seen += len(new)
+            for stage in self.news(seen):
+                yield stage
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.leave()

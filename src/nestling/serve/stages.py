@@ -1,0 +1,136 @@
+"""The thread that runs the stages of one network for everybody who asks.
+
+In: jobs, from any thread. It asks the scheduler for the next batch, puts the states of its images together, runs the stage and
+tells the jobs. A stage that nobody waits for any more, or that keeps somebody from a first answer, is stopped. Whoever waits
+looks at `job.best` when told or when time is up, and never waits for a stage.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from nestling.runtime.bell import Bell
+from nestling.runtime.engine import Abandoned, JoiningEngine, Stop
+from nestling.runtime.pace import Pace
+from nestling.serve.scheduler import Batch, Full, Job, Scheduler
+
+
+class Closed(Full):
+    """The network is not answered any more: its server ends, or has opened it anew."""
+
+
+class Stages:
+    """Owns the thread, the engine and the scheduler. Everything here is thread-safe."""
+
+    def __init__(self, engine: JoiningEngine, scheduler: Scheduler, pace: Pace, clock: Callable[[], float]) -> None:
+        self.engine, self.scheduler, self.pace, self.clock = engine, scheduler, pace, clock
+        self.lock = threading.Lock()
+        self.bell = Bell()  # there is something to do; rung without the lock
+        self.running: tuple[Batch, Stop, float] | None = None
+        self.closing = False
+        self.busy = 0.0  # seconds that stages have run
+        self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
+        self.thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Raises Full where there is no room for all of them."""
+        with self.lock:
+            if self.closing:
+                raise Closed
+            self.scheduler.add(jobs)
+            self.make_way()
+        self.bell.ring()
+
+    def leave(self, jobs: Sequence[Job]) -> None:
+        """Nobody waits for these jobs any more."""
+        with self.lock:
+            for job in jobs:
+                self.scheduler.leave(job)
+            self.make_way()
+
+    def close(self) -> None:
+        """End the stage that runs, and the thread; jobs that wait are over."""
+        with self.lock:
+            self.closing = True
+            if self.running is not None:
+                self.running[1].set()
+        self.bell.ring()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def make_way(self) -> None:
+        if self.running is not None and self.engine.stops:
+            batch, stop, began = self.running
+            if self.scheduler.yields(batch, began, self.clock()):
+                stop.set()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        try:
+            while self.turn():
+                pass
+        finally:
+            with self.lock:
+                self.closing = True
+                left = self.scheduler.clear()
+            for job in left:
+                job.tell()
+
+    def turn(self) -> bool:
+        """Run the next batch, or wait for one; False when it is time to go."""
+        with self.lock:
+            if self.closing:
+                return False
+            began = self.clock()
+            batch, over = self.scheduler.turn(began)
+            stop = Stop()
+            self.running = None if batch is None else (batch, stop, began)
+        for job in over:
+            job.tell()
+        if batch is None:
+            self.bell.wait(inf)
+            return True
+        news = self.run(batch, stop, began)
+        for job in news:
+            job.tell()
+        return True
+
+    def run(self, batch: Batch, stop: Stop, began: float) -> Sequence[Job]:
+        """One stage of one batch; the jobs of which there is news."""
+        for job in batch.jobs:
+            job.began = began if job.began is None else job.began
+        try:
+            logits, state = self.engine.step(batch.stage, self.state_of(batch), stop)
+        except Abandoned:
+            with self.lock:
+                self.running = None
+                self.busy += self.clock() - began
+                self.scheduler.return_unfinished(batch)
+            return ()
+        except Exception as error:  # engines have no one kind of error
+            with self.lock:
+                self.running = None
+                self.scheduler.fail(batch, error)
+            return batch.jobs
+        with self.lock:
+            now = self.clock()
+            self.running = None
+            self.busy += now - began
+            self.pace.observe(batch.stage, now - began, len(batch.jobs))
+            return self.scheduler.finish(batch, state, logits, now)
+
+    def state_of(self, batch: Batch) -> Any:
+        """The state that the batch's images have now, as one."""
+        jobs = batch.jobs
+        if batch.stage == 1:
+            return self.engine.start(jobs[0].x if len(jobs) == 1 else np.concatenate([job.x for job in jobs]))
+        first, places = jobs[0].state, [job.place for job in jobs]
+        if any(job.state is not first for job in jobs):
+            return self.engine.join([(job.state, job.place) for job in jobs])
+        if places == list(range(jobs[0].beside)):
+            return first
+        return self.engine.take(first, places)
