@@ -86,7 +86,7 @@ class EagerEngine:
         index = torch.tensor(rows, device=self.device)
         return {name: value.index_select(0, index) for name, value in state.items()}
 
-    def join(self, parts: Sequence[tuple[Values, int]]) -> Values:
+    def join(self, parts: Sequence[tuple[NamedTensors, int]]) -> NamedTensors:
         first = parts[0][0]
         return {name: torch.cat([state[name][row : row + 1] for state, row in parts]) for name in first}
 
