@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from nestling.serve.scheduler import Batch, Full, Job, Scheduler
+from nestling.serve.scheduler import Full, Scheduler, StageBatch, Ticket
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Costs:
 
 @dataclass
 class Simulation:
-    """What happened: batches with the time they began at, and for every job when it was said to be over."""
+    """What happened: batches with the time they began at, and for every ticket when it was said to be over."""
 
     costs: Costs
     room: int = 10_000
@@ -31,60 +31,62 @@ class Simulation:
     most: int = 64
     slower: float = 1.0  # than predicted
     stops: bool = True
-    began: list[tuple[float, Batch]] = field(default_factory=list)
-    fresh: list[list[Job]] = field(default_factory=list)  # at the start of each batch: who waited for stage 1
-    over: dict[int, list[float]] = field(default_factory=dict)  # by id of the job
+    began: list[tuple[float, StageBatch]] = field(default_factory=list)
+    fresh: list[list[Ticket]] = field(default_factory=list)  # at the start of each batch: who waited for stage 1
+    over: dict[int, list[float]] = field(default_factory=dict)  # by id of the ticket
     stopped: int = 0
     held: int = 0  # most states at a time
     refused: int = 0
 
-    def run(self, arrivals: Sequence[tuple[float, float]]) -> list[Job]:
-        """(when, deadline in seconds from then); the jobs in order of arrival."""
+    def run(self, arrivals: Sequence[tuple[float, float]]) -> list[Ticket]:
+        """(when, deadline in seconds from then); the tickets in order of arrival."""
         self.scheduler = Scheduler(self.costs, len(self.costs.one), self.room, self.keep, self.most)
-        jobs = [Job(None, at + limit) for at, limit in arrivals]
-        self.over = {id(job): [] for job in jobs}
+        tickets = [Ticket(None, at + limit) for at, limit in arrivals]
+        self.over = {id(ticket): [] for ticket in tickets}
         coming = sorted(((at, index) for index, (at, _) in enumerate(arrivals)), reverse=True)
         leaving: list[tuple[float, int]] = []  # clients look when their time is up
         now, running, ends, since = 0.0, None, inf, 0.0
         while True:
             moment = min(coming[-1][0] if coming else inf, leaving[0][0] if leaving else inf, ends)
             if moment == inf:
-                return jobs
+                return tickets
             now = max(now, moment)
             if running is not None and ends <= now:
-                logits = np.zeros((len(running.jobs), 3), np.float32)
+                logits = np.zeros((len(running.tickets), 3), np.float32)
                 self.scheduler.finish(running, object(), logits, now)
-                self.tell([job for job in running.jobs if job.over], now)
+                self.tell([ticket for ticket in running.tickets if ticket.over], now)
                 running, ends = None, inf
             while leaving and leaving[0][0] <= now:
-                job = jobs[heapq.heappop(leaving)[1]]
-                if not job.over and job.order >= 0:
-                    self.scheduler.leave(job)
-                    self.over[id(job)].append(now)
+                ticket = tickets[heapq.heappop(leaving)[1]]
+                if not ticket.over and ticket.order >= 0:
+                    self.scheduler.leave(ticket)
+                    self.over[id(ticket)].append(now)
             while coming and coming[-1][0] <= now:
                 index = coming.pop()[1]
                 try:
-                    self.scheduler.add([jobs[index]])
+                    self.scheduler.add([tickets[index]])
                 except Full:
                     self.refused += 1
                     continue
-                if jobs[index].deadline < inf:
-                    heapq.heappush(leaving, (jobs[index].deadline, index))
+                if tickets[index].deadline < inf:
+                    heapq.heappush(leaving, (tickets[index].deadline, index))
             if running is not None and self.stops and self.scheduler.yields(running, since, now):
                 self.scheduler.return_unfinished(running)
                 self.stopped += 1
                 running, ends = None, inf
             if running is None:
-                waiting = [job for heap in self.scheduler.waiting for _, order, job in heap if order == job.order]
-                fresh = [job for job in waiting if not job.best[0]]
+                waiting = [
+                    ticket for heap in self.scheduler.waiting for _, order, ticket in heap if order == ticket.order
+                ]
+                fresh = [ticket for ticket in waiting if not ticket.best[0]]
                 running, over = self.scheduler.turn(now)
                 self.tell(over, now)
-                self.held = max(self.held, sum(job.state is not None for job in waiting))
+                self.held = max(self.held, sum(ticket.state is not None for ticket in waiting))
                 if running is not None:
                     self.began.append((now, running))
                     self.fresh.append(fresh)
-                    since, ends = now, now + self.slower * self.costs.predict(running.stage, len(running.jobs))
+                    since, ends = now, now + self.slower * self.costs.predict(running.stage, len(running.tickets))
 
-    def tell(self, jobs: Sequence[Job], now: float) -> None:
-        for job in jobs:
-            self.over[id(job)].append(now)
+    def tell(self, tickets: Sequence[Ticket], now: float) -> None:
+        for ticket in tickets:
+            self.over[id(ticket)].append(now)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import Costs, Simulation
 
-from nestling.serve.scheduler import CAUTION, Batch, Full, Job, Scheduler
+from nestling.serve.scheduler import CAUTION, Full, Scheduler, StageBatch, Ticket
 
 CPU = Costs((1e-3, 1.9e-3, 4e-3), (0.95e-3, 1.8e-3, 3.7e-3))  # images go one by one: joining them saves nothing
 GPU = Costs((1e-3, 1e-3, 1e-3), (0.05e-3, 0.05e-3, 0.05e-3))
@@ -36,16 +36,16 @@ def poisson(rate: float, seconds: float, limit: float, seed: int = 0) -> Arrival
     return found
 
 
-def shares(jobs: Sequence[Job]) -> list[float]:
-    return [sum(job.best[0] == stage for job in jobs) / len(jobs) for stage in range(4)]
+def shares(tickets: Sequence[Ticket]) -> list[float]:
+    return [sum(ticket.best[0] == stage for ticket in tickets) / len(tickets) for stage in range(4)]
 
 
 @given(machines, traffic)
 def test_nobody_is_lost_and_nobody_answered_twice(machine: Simulation, arrivals: Arrivals) -> None:
-    jobs = machine.run(arrivals)
-    for job in jobs:
-        assert len(machine.over[id(job)]) == 1
-        assert job.order == -1
+    tickets = machine.run(arrivals)
+    for ticket in tickets:
+        assert len(machine.over[id(ticket)]) == 1
+        assert ticket.order == -1
     assert machine.scheduler.open == machine.scheduler.holding == 0
 
 
@@ -55,7 +55,7 @@ def test_who_has_no_time_left_is_never_run_and_never_keeps_others_waiting(
 ) -> None:
     machine.run(arrivals)
     for now, batch in machine.began:
-        assert all(job.deadline > now for job in batch.jobs)
+        assert all(ticket.deadline > now for ticket in batch.tickets)
 
 
 @given(machines, traffic)
@@ -65,29 +65,29 @@ def test_nobody_loses_stage_1_to_who_has_it(machine: Simulation, arrivals: Arriv
     machine.run(arrivals)
     for (now, batch), waited in zip(machine.began, machine.fresh, strict=True):
         first = CAUTION * machine.costs.predict(1)
-        in_time = [job for job in waited if now + first <= job.deadline]
+        in_time = [ticket for ticket in waited if now + first <= ticket.deadline]
         if not in_time:
             continue
-        earliest = min(job.deadline for job in in_time)
+        earliest = min(ticket.deadline for ticket in in_time)
         if machine.costs is CPU or batch.stage == 1:
-            assert batch.stage == 1 and not batch.late and batch.jobs[0].deadline == earliest
+            assert batch.stage == 1 and not batch.late and batch.tickets[0].deadline == earliest
         else:
-            assert now + CAUTION * machine.costs.predict(batch.stage, len(batch.jobs)) + first <= earliest
+            assert now + CAUTION * machine.costs.predict(batch.stage, len(batch.tickets)) + first <= earliest
 
 
 @given(machines, traffic)
 def test_stages_come_in_order_and_all_of_them_where_there_is_no_deadline(
     machine: Simulation, arrivals: Arrivals
 ) -> None:
-    jobs = machine.run(arrivals)
-    assert all(job.best[0] == 3 and job.final for job in jobs if job.deadline == inf)
+    tickets = machine.run(arrivals)
+    assert all(ticket.best[0] == 3 and ticket.final for ticket in tickets if ticket.deadline == inf)
     assert machine.held <= machine.keep + machine.most
 
 
 @given(traffic, st.lists(st.tuples(times, st.floats(1e-5, 1e-3)), max_size=10))
 def test_who_cannot_be_in_time_costs_the_others_nothing(arrivals: Arrivals, hopeless: Arrivals) -> None:
     def stages(more: Arrivals) -> list[int]:
-        return [job.best[0] for job in Simulation(CPU).run([*arrivals, *more])[: len(arrivals)]]
+        return [ticket.best[0] for ticket in Simulation(CPU).run([*arrivals, *more])[: len(arrivals)]]
 
     assert stages(hopeless) == stages([])
 
@@ -95,9 +95,9 @@ def test_who_cannot_be_in_time_costs_the_others_nothing(arrivals: Arrivals, hope
 @given(machines, traffic)
 def test_the_same_requests_at_the_same_times_give_the_same_batches(machine: Simulation, arrivals: Arrivals) -> None:
     def story(simulation: Simulation) -> list[tuple[float, int, list[int]]]:
-        jobs = simulation.run(arrivals)
-        places = {id(job): index for index, job in enumerate(jobs)}
-        return [(at, batch.stage, [places[id(job)] for job in batch.jobs]) for at, batch in simulation.began]
+        tickets = simulation.run(arrivals)
+        places = {id(ticket): index for index, ticket in enumerate(tickets)}
+        return [(at, batch.stage, [places[id(ticket)] for ticket in batch.tickets]) for at, batch in simulation.began]
 
     fresh = Simulation(machine.costs, machine.room, machine.keep, machine.most, machine.slower, machine.stops)
     assert story(machine) == story(fresh)
@@ -114,75 +114,77 @@ def test_overload_costs_stages_and_not_answers() -> None:
 
 def test_images_go_together_where_that_pays() -> None:
     together = Simulation(GPU)
-    jobs = together.run(poisson(5000, 1, 0.05))
-    assert max(len(batch.jobs) for _, batch in together.began) > 4
-    assert shares(jobs)[3] > 0.99
+    tickets = together.run(poisson(5000, 1, 0.05))
+    assert max(len(batch.tickets) for _, batch in together.began) > 4
+    assert shares(tickets)[3] > 0.99
     alone = Simulation(CPU)
     alone.run(poisson(500, 1, 0.05))
-    assert max(len(batch.jobs) for _, batch in alone.began) == 1
+    assert max(len(batch.tickets) for _, batch in alone.began) == 1
 
 
 def test_a_long_stage_is_stopped_for_who_would_get_nothing_otherwise() -> None:
     arrivals = [(0.0, inf), (0.0035, 2e-3)]
     stopping = Simulation(CPU)
-    assert [job.best[0] for job in stopping.run(arrivals)] == [3, 1]
+    assert [ticket.best[0] for ticket in stopping.run(arrivals)] == [3, 1]
     assert stopping.stopped == 1
-    assert [job.best[0] for job in Simulation(CPU, stops=False).run(arrivals)] == [3, 0]
+    assert [ticket.best[0] for ticket in Simulation(CPU, stops=False).run(arrivals)] == [3, 0]
 
 
 def test_when_there_is_no_room_nobody_else_is_taken() -> None:
     scheduler = Scheduler(CPU, 3, room=3)
-    scheduler.add([Job(None, inf), Job(None, inf)])
+    scheduler.add([Ticket(None, inf), Ticket(None, inf)])
     with pytest.raises(Full):
-        scheduler.add([Job(None, inf), Job(None, inf)])
+        scheduler.add([Ticket(None, inf), Ticket(None, inf)])
     assert scheduler.open == 2
-    scheduler.add([Job(None, inf)])
+    scheduler.add([Ticket(None, inf)])
     assert scheduler.waits() == 3
 
 
-def finish(scheduler: Scheduler, batch: Batch, logits: Sequence[float] = (0, 0, 0), now: float = 0.0) -> list[Job]:
-    return scheduler.finish(batch, object(), np.array([logits] * len(batch.jobs), np.float32), now)
+def finish(
+    scheduler: Scheduler, batch: StageBatch, logits: Sequence[float] = (0, 0, 0), now: float = 0.0
+) -> list[Ticket]:
+    return scheduler.finish(batch, object(), np.array([logits] * len(batch.tickets), np.float32), now)
 
 
 def test_an_image_that_is_sure_enough_takes_no_more_work() -> None:
     scheduler = Scheduler(CPU, 3)
-    job = Job(None, inf, confident=(0.9, 0.9, 0.9))
-    scheduler.add([job])
+    ticket = Ticket(None, inf, confident=(0.9, 0.9, 0.9))
+    scheduler.add([ticket])
     batch, _ = scheduler.turn(0)
-    assert batch is not None and finish(scheduler, batch, (9, 0, 0)) == [job]
-    assert job.final and job.over and scheduler.turn(0) == (None, [])
+    assert batch is not None and finish(scheduler, batch, (9, 0, 0)) == [ticket]
+    assert ticket.final and ticket.over and scheduler.turn(0) == (None, [])
 
 
 def test_logits_that_are_not_numbers_are_an_error_of_that_image_alone() -> None:
     scheduler = Scheduler(GPU, 3)
-    jobs = [Job(None, inf), Job(None, inf)]
-    scheduler.add(jobs)
+    tickets = [Ticket(None, inf), Ticket(None, inf)]
+    scheduler.add(tickets)
     batch, _ = scheduler.turn(0)
-    assert batch is not None and len(batch.jobs) == 2
+    assert batch is not None and len(batch.tickets) == 2
     scheduler.finish(batch, object(), np.array([[np.nan, 0, 0], [1, 0, 0]], np.float32), 0)
-    assert jobs[0].over and isinstance(jobs[0].error, ArithmeticError)
-    assert not jobs[1].over and jobs[1].best[0] == 1
+    assert tickets[0].over and isinstance(tickets[0].error, ArithmeticError)
+    assert not tickets[1].over and tickets[1].best[0] == 1
 
 
 def test_a_job_may_leave_while_it_runs_and_come_back_with_what_it_has() -> None:
     scheduler = Scheduler(CPU, 3)
-    job = Job(None, 1.0)
-    scheduler.add([job])
+    ticket = Ticket(None, 1.0)
+    scheduler.add([ticket])
     batch, _ = scheduler.turn(0)
     assert batch is not None
-    scheduler.leave(job)
+    scheduler.leave(ticket)
     assert scheduler.yields(batch, 0, 0), "nobody waits for what is running"
-    scheduler.add([job])
+    scheduler.add([ticket])
     assert not scheduler.yields(batch, 0, 0)
     assert scheduler.turn(0) == (None, []), "it is not run twice"
     finish(scheduler, batch)
     second, _ = scheduler.turn(0)
-    assert second is not None and (second.stage, second.jobs) == (2, (job,))
-    scheduler.leave(job)
+    assert second is not None and (second.stage, second.tickets) == (2, (ticket,))
+    scheduler.leave(ticket)
     finish(scheduler, second)
-    assert job.best[0] == job.done == 2 and scheduler.open == scheduler.holding == 0
-    job.deadline = 2.0
-    scheduler.add([job])
+    assert ticket.best[0] == ticket.done == 2 and scheduler.open == scheduler.holding == 0
+    ticket.deadline = 2.0
+    scheduler.add([ticket])
     third, _ = scheduler.turn(1)
     assert third is not None and third.stage == 3
 
@@ -190,21 +192,21 @@ def test_a_job_may_leave_while_it_runs_and_come_back_with_what_it_has() -> None:
 def test_those_who_leave_take_no_memory() -> None:
     scheduler = Scheduler(CPU, 3, room=10)
     for _ in range(1000):
-        job = Job(None, inf)
-        scheduler.add([job])
-        scheduler.leave(job)
+        ticket = Ticket(None, inf)
+        scheduler.add([ticket])
+        scheduler.leave(ticket)
     assert len(scheduler.waiting[0]) < 100 and scheduler.waits() == 0
 
 
 def test_a_failed_batch_is_over_for_everybody_in_it() -> None:
     scheduler = Scheduler(GPU, 3)
-    jobs = [Job(None, inf), Job(None, inf)]
-    scheduler.add(jobs)
+    tickets = [Ticket(None, inf), Ticket(None, inf)]
+    scheduler.add(tickets)
     first, _ = scheduler.turn(0)
     assert first is not None
     finish(scheduler, first)
     second, _ = scheduler.turn(0)
     assert second is not None and second.stage == 2
     scheduler.fail(second, RuntimeError("out of memory"))
-    assert all(job.over and job.final and job.error for job in jobs)
+    assert all(ticket.over and ticket.final and ticket.error for ticket in tickets)
     assert scheduler.open == scheduler.holding == 0

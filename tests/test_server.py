@@ -15,8 +15,8 @@ from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
 from nestling.runtime.engine import Stop
 from nestling.runtime.promise import Margin
-from nestling.serve.model import Kept, Model
-from nestling.serve.scheduler import Full, Job
+from nestling.serve.model import KeptAnswers, Model
+from nestling.serve.scheduler import Full, Ticket
 from nestling.serve.server import Server
 
 NAME = "width-resnet42-cifar10"
@@ -142,7 +142,7 @@ def test_a_full_server_refuses_and_says_so(net: NestedNet) -> None:
     with Server(net, device="cpu", room=2) as small:
         model = small.model()
         with model.stages.lock:
-            model.stages.scheduler.add([Job(None, inf), Job(None, inf)])
+            model.stages.scheduler.add([Ticket(None, inf), Ticket(None, inf)])
         with pytest.raises(NestlingError, match="no room"):
             small.answer(images(1)[0])
         with pytest.raises(NestlingError, match="at most 2"):
@@ -235,19 +235,19 @@ def test_a_network_is_opened_anew_while_others_ask(net: NestedNet) -> None:
 
 def test_tokens_hold_for_a_time_and_up_to_a_size() -> None:
     now = [0.0]
-    kept = Kept(row_bytes=10, clock=lambda: now[0], most_bytes=25, seconds=5)
-    jobs = [Job(np.zeros(1, np.float32), inf, state=object()) for _ in range(4)]
-    tokens = [kept.put([job]) for job in jobs[:3]]
+    kept = KeptAnswers(row_bytes=10, clock=lambda: now[0], most_bytes=25, seconds=5)
+    tickets = [Ticket(np.zeros(1, np.float32), inf, state=object()) for _ in range(4)]
+    tokens = [kept.put([ticket]) for ticket in tickets[:3]]
     with pytest.raises(NestlingError, match="nothing is kept"):
         kept.take(tokens[0])
-    assert kept.take(tokens[1]) == [jobs[1]] and kept.bytes == 10
+    assert kept.take(tokens[1]) == [tickets[1]] and kept.bytes == 10
     with pytest.raises(NestlingError, match="nothing is kept"):
         kept.take(tokens[1])
     now[0] = 6
     with pytest.raises(NestlingError, match="older than 5 s"):
         kept.take(tokens[2])
-    assert kept.bytes == 0 and kept.put(jobs) == "", "too large to be kept"
-    assert kept.put([Job(jobs[0].x, inf, final=True)]) == "", "nothing to refine"
+    assert kept.bytes == 0 and kept.put(tickets) == "", "too large to be kept"
+    assert kept.put([Ticket(tickets[0].x, inf, final=True)]) == "", "nothing to refine"
     for wrong in (None, 7, "", ["a"]):
         with pytest.raises(NestlingError):
             kept.take(wrong)
@@ -257,7 +257,7 @@ def test_a_token_goes_on_where_the_work_stands(server: Server, net: NestedNet) -
     model = server.model()
     request = model.ask(images(3), 0.0).submit()
     assert [answer.stage for answer in request.wait()] == [0, 0, 0]
-    token = model.kept.put(request.jobs)
+    token = model.kept.put(request.tickets)
     more = model.more(token, inf).submit()
     found = more.wait()
     assert all(answer.final for answer in found)
@@ -285,10 +285,10 @@ def test_full_is_all_or_none(server: Server) -> None:
     request = model.ask(images(model.stages.scheduler.room), inf)
     other = model.ask(images(2), inf)
     with model.stages.lock:
-        model.stages.scheduler.add([Job(None, inf)])
+        model.stages.scheduler.add([Ticket(None, inf)])
         with pytest.raises(Full):
-            model.stages.scheduler.add(request.jobs)
+            model.stages.scheduler.add(request.tickets)
         assert model.stages.scheduler.open == 1
-        [job] = model.stages.scheduler.clear()
-    assert job.over
+        [ticket] = model.stages.scheduler.clear()
+    assert ticket.over
     assert all(answer.final for answer in other.submit().wait())

@@ -1,4 +1,4 @@
-"""One network under a name: images in, a Request out.
+"""One network under a name: images in, a ServedRequest out.
 
 In: what a Runtime takes (a run's folder, the name of a trained network, a folder of exported stages, a network). The runtime
 opens it, checks images and knows how long stages take; its engine belongs to the thread of stages.py, so the runtime itself
@@ -23,11 +23,11 @@ from nestling.runtime.engine import JoiningEngine, Stop
 from nestling.runtime.inputs import short
 from nestling.runtime.promise import Margin
 from nestling.runtime.runtime import Runtime
-from nestling.serve.request import Request
-from nestling.serve.scheduler import Job, Scheduler
+from nestling.serve.request import ServedRequest
+from nestling.serve.scheduler import Scheduler, Ticket
 from nestling.serve.stages import Stages
 
-Source = NestedNet | RunDir | str | Path | Runtime
+Servable = NestedNet | RunDir | str | Path | Runtime
 ROOM = 256  # images at a time
 MEMORY = 256 * 2**20  # bytes of state, of images that are being answered
 KEPT_BYTES = 64 * 2**20  # of answers that may be refined
@@ -42,7 +42,7 @@ class Model:
     def __init__(
         self,
         name: str,
-        source: Source,
+        source: Servable,
         device: str = "auto",
         threads: int = 1,
         room: int = ROOM,
@@ -59,7 +59,7 @@ class Model:
         keep = max(1, memory // max(1, engine.row_bytes))
         scheduler = Scheduler(self.pace, self.spec.stages, room, keep, min(64, keep))
         self.stages = Stages(engine, scheduler, self.pace, clock)
-        self.kept = Kept(engine.row_bytes, clock)
+        self.kept = KeptAnswers(engine.row_bytes, clock)
         self.margin = Margin()  # of those who ask from Python
 
     def learn_batches(self, engine: JoiningEngine) -> None:
@@ -75,7 +75,7 @@ class Model:
 
     def ask(
         self, x: Any, limit: float, confident: Sure = None, margin: Margin | None = None, began: float | None = None
-    ) -> Request:
+    ) -> ServedRequest:
         """A request about images (N,C,H,W), uint8 or normalised float32, by `limit` seconds from when it `began`; not yet
         submitted. Raises NestlingError for what is no such image."""
         began = self.clock() if began is None else began
@@ -86,14 +86,14 @@ class Model:
             raise NestlingError(f"found {len(x)} images in one request, expected at most {self.stages.scheduler.room}")
         images = self.intake.prepare(x)
         sure = self.runtime._check_thresholds(confident)
-        jobs = [Job(images[i : i + 1], began + limit, sure) for i in range(len(images))]
-        return Request(self.stages, self.spec, self.runtime.prior, jobs, began, limit, margin or self.margin)
+        tickets = [Ticket(images[i : i + 1], began + limit, sure) for i in range(len(images))]
+        return ServedRequest(self.stages, self.spec, self.runtime.prior, tickets, began, limit, margin or self.margin)
 
-    def more(self, token: str, limit: float, margin: Margin | None = None, began: float | None = None) -> Request:
+    def more(self, token: str, limit: float, margin: Margin | None = None, began: float | None = None) -> ServedRequest:
         """A request to go on with what is kept under a token, which is used up by this."""
         began = self.clock() if began is None else began
-        jobs = self.kept.take(token)
-        return Request(self.stages, self.spec, self.runtime.prior, jobs, began, limit, margin or self.margin)
+        tickets = self.kept.take(token)
+        return ServedRequest(self.stages, self.spec, self.runtime.prior, tickets, began, limit, margin or self.margin)
 
     def retire(self) -> None:
         """Close when nobody is asking any more: another model has taken this one's name."""
@@ -111,7 +111,7 @@ class Model:
         self.runtime.close()
 
 
-class Kept:
+class KeptAnswers:
     """Jobs that may be gone on with, by token: for a time, and up to a number of bytes; the oldest go first."""
 
     def __init__(
@@ -122,30 +122,32 @@ class Kept:
         seconds: float = KEPT_SECONDS,
     ) -> None:
         self.row_bytes, self.clock, self.most_bytes, self.seconds = row_bytes, clock, most_bytes, seconds
-        self.found: OrderedDict[str, tuple[float, int, Sequence[Job]]] = OrderedDict()
+        self.found: OrderedDict[str, tuple[float, int, Sequence[Ticket]]] = OrderedDict()
         self.bytes = 0
 
-    def put(self, jobs: Sequence[Job]) -> str:
-        """Keep jobs, and the token for them; "" where they are too large to be kept or there is nothing to refine."""
-        size = sum(job.beside * self.row_bytes if job.state is not None else int(job.x.nbytes) for job in jobs)
-        if size > self.most_bytes or all(job.final for job in jobs):
+    def put(self, tickets: Sequence[Ticket]) -> str:
+        """Keep tickets, and the token for them; "" where they are too large to be kept or there is nothing to refine."""
+        size = sum(
+            ticket.beside * self.row_bytes if ticket.state is not None else int(ticket.x.nbytes) for ticket in tickets
+        )
+        if size > self.most_bytes or all(ticket.final for ticket in tickets):
             return ""
         token = secrets.token_urlsafe(16)
-        self.found[token] = (self.clock() + self.seconds, size, jobs)
+        self.found[token] = (self.clock() + self.seconds, size, tickets)
         self.bytes += size
         self.purge()
         return token
 
-    def take(self, token: Any) -> Sequence[Job]:
+    def take(self, token: Any) -> Sequence[Ticket]:
         self.purge()
-        _, size, jobs = self.found.pop(token, (0.0, 0, ())) if isinstance(token, str) else (0.0, 0, ())
-        if not jobs:
+        _, size, tickets = self.found.pop(token, (0.0, 0, ())) if isinstance(token, str) else (0.0, 0, ())
+        if not tickets:
             raise NestlingError(
                 f"nothing is kept under the token {short(token)}: it was used, is older than {self.seconds:g} s, or made room "
                 "for others; send the images again"
             )
         self.bytes -= size
-        return jobs
+        return tickets
 
     def purge(self) -> None:
         """Let go what is too old or too much."""

@@ -1,6 +1,6 @@
 """A request: some images that are answered together, by one deadline; and waiting for it, by a thread or a coroutine.
 
-In: jobs for the stages' thread. Out: Answers, when nothing better will come or time is up. Time is up a margin before the
+In: tickets for the stages' thread. Out: Answers, when nothing better will come or time is up. Time is up a margin before the
 deadline: what it took lately from then until an answer was on its way (runtime.promise.Margin). Runs nothing itself.
 """
 
@@ -19,81 +19,88 @@ from nestling.runtime.answer import Answer, softmax
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Floats
 from nestling.runtime.promise import Margin
-from nestling.serve.scheduler import Job
+from nestling.serve.scheduler import Ticket
 from nestling.serve.stages import Stages
 
 LONGEST_SLEEP = 1e6  # seconds; a timer cannot hold every number
 
 
-class Request:
+class ServedRequest:
     """Jobs that one client waits for."""
 
     def __init__(
-        self, stages: Stages, spec: Spec, prior: Floats, jobs: Sequence[Job], began: float, limit: float, margin: Margin
+        self,
+        stages: Stages,
+        spec: Spec,
+        prior: Floats,
+        tickets: Sequence[Ticket],
+        began: float,
+        limit: float,
+        margin: Margin,
     ) -> None:
-        self.stages, self.spec, self.prior, self.jobs = stages, spec, prior, jobs
+        self.stages, self.spec, self.prior, self.tickets = stages, spec, prior, tickets
         self.clock, self.began, self.margin = stages.clock, began, margin
         self.due = began + (margin.before(limit) if limit < inf else inf)
         self.deadline = began + limit
         self.before = self.stage  # what there was when it began
         self.wake: Callable[[], Any] = lambda: None
 
-    def submit(self, every: bool = False) -> "Request":
+    def submit(self, every: bool = False) -> "ServedRequest":
         """Begin. `every`: the client wants every stage's answer. Raises Full where there is no room."""
-        todo = [job for job in self.jobs if not job.final]
-        if any(job.order >= 0 for job in todo):
+        todo = [ticket for ticket in self.tickets if not ticket.final]
+        if any(ticket.order >= 0 for ticket in todo):
             raise NestlingError("this answer is being refined already; wait for that")
-        for job in todo:
-            job.deadline, job.tell, job.trail = self.due, self.tell, [] if every else None
+        for ticket in todo:
+            ticket.deadline, ticket.tell, ticket.trail = self.due, self.tell, [] if every else None
         self.stages.submit(todo)
         return self
 
     def tell(self) -> None:
         """Called by the stages' thread."""
-        if self.over or self.jobs[0].trail is not None:
+        if self.over or self.tickets[0].trail is not None:
             self.wake()
 
     @property
     def over(self) -> bool:
-        return all(job.over for job in self.jobs)
+        return all(ticket.over for ticket in self.tickets)
 
     @property
     def stage(self) -> int:
         """The stage that every image has reached; 0 = some have none."""
-        return min(job.best[0] for job in self.jobs)
+        return min(ticket.best[0] for ticket in self.tickets)
 
     def leave(self) -> None:
         """Stop working on it. What there is stays, and can be gone on with."""
         if not self.over:
-            self.stages.leave(self.jobs)
+            self.stages.leave(self.tickets)
 
-    def again(self, jobs: Sequence[Job], limit: float, began: float) -> "Request":
+    def again(self, tickets: Sequence[Ticket], limit: float, began: float) -> "ServedRequest":
         """More of some of the images, from where their work stands."""
-        return Request(self.stages, self.spec, self.prior, jobs, began, limit, self.margin)
+        return ServedRequest(self.stages, self.spec, self.prior, tickets, began, limit, self.margin)
 
     # --- answers -------------------------------------------------------------------------------------------------
 
     def answers(self, stage: int | None = None) -> list[Answer]:
         """The best answers now, or those there were when every image had reached a stage."""
-        return [self.form(job, stage) for job in self.jobs]
+        return [self.form(ticket, stage) for ticket in self.tickets]
 
-    def form(self, job: Job, stage: int | None) -> Answer:
-        if job.error is not None:
-            failed = f"stage {job.best[0] + 1} of {self.spec.name} failed: {job.error}"
-            raise NestlingError(failed) from job.error
-        final = job.final  # read before the logits: they may only be newer
-        found, logits, at = *job.best, self.clock()
-        if stage is not None and job.trail:
-            found, logits, at = next((each for each in reversed(job.trail) if each[0] <= stage), job.trail[0])
-            final = final and found == job.best[0]
+    def form(self, ticket: Ticket, stage: int | None) -> Answer:
+        if ticket.error is not None:
+            failed = f"stage {ticket.best[0] + 1} of {self.spec.name} failed: {ticket.error}"
+            raise NestlingError(failed) from ticket.error
+        final = ticket.final  # read before the logits: they may only be newer
+        found, logits, at = *ticket.best, self.clock()
+        if stage is not None and ticket.trail:
+            found, logits, at = next((each for each in reversed(ticket.trail) if each[0] <= stage), ticket.trail[0])
+            final = final and found == ticket.best[0]
         label = int((self.prior if logits is None else logits).argmax())
         name, size = (self.spec.classes[label], self.spec.sizes[found - 1]) if found else ("", "")
         probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
-        return Answer(label, name, found, size, at - self.began, final, probabilities, partial(self.refine, job))
+        return Answer(label, name, found, size, at - self.began, final, probabilities, partial(self.refine, ticket))
 
-    def refine(self, job: Job, limit: float | None) -> Answer:
+    def refine(self, ticket: Ticket, limit: float | None) -> Answer:
         """Go on with one image where it stopped, and wait for it."""
-        return self.again([job], inf if limit is None else limit, self.clock()).submit().wait()[0]
+        return self.again([ticket], inf if limit is None else limit, self.clock()).submit().wait()[0]
 
     def handed(self) -> None:
         """The answer is on its way: how long that took after it was due is what the margin must cover."""

@@ -1,6 +1,6 @@
 """Which images go through which stage next: stage 1 for everybody, then slack to those who can use it.
 
-In: jobs (one image each, with a deadline) and the time. Out: batches of jobs that go through a stage together, and the jobs for
+In: tickets (one image each, with a deadline) and the time. Out: batches of tickets that go through a stage together, and the tickets for
 which nothing better can come in time. Those with the fewest stages go first (see `level`), of them the earliest deadline. Whoever
 cannot be in time waits until nobody else does, and whoever has no time left is never run. Nothing here knows a clock, a
 thread or an engine: the same calls at the same times give the same batches.
@@ -21,7 +21,7 @@ from nestling.runtime.engine import Floats
 CAUTION = 1.1  # a stage is reckoned to take so many times what is predicted
 WORTH_JOINING = 0.8  # images go together where one more costs at most this part of one alone
 SHARE = 0.25  # and where the batch takes at most this part of the time that the most urgent of them has
-STALE = 64  # entries of jobs that have left, after which the heaps are made anew
+STALE = 64  # entries of tickets that have left, after which the heaps are made anew
 
 
 class Paces(Protocol):
@@ -32,17 +32,17 @@ class Paces(Protocol):
 
 
 class Full(Exception):
-    """There is no room for more jobs now."""
+    """There is no room for more tickets now."""
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class Ticket:
     """One image on its way through the stages."""
 
     x: Any  # the image, normalised, (1,C,H,W)
     deadline: float  # on the clock; inf = none
     confident: tuple[float, ...] = ()  # per stage: a probability that is sure enough to stop
-    tell: Callable[[], None] = lambda: None  # for whoever runs the stages: there is news of this job
+    tell: Callable[[], None] = lambda: None  # for whoever runs the stages: there is news of this ticket
     best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
     trail: list[tuple[int, Floats, float]] | None = (
         None  # the same of every stage, and when; None = nobody wants to know
@@ -52,7 +52,7 @@ class Job:
     error: Exception | None = None
     began: float | None = None  # when its first stage was begun
     done: int = 0  # stages that its state has behind it
-    state: Any = None  # the engine's; shared by jobs that went through a stage together
+    state: Any = None  # the engine's; shared by tickets that went through a stage together
     place: int = 0  # of this image in that state,
     beside: int = 1  # which is that of so many
     running: bool = False
@@ -60,22 +60,22 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class StageBatch:
     """Jobs that go through a stage together: they have the same stages behind them."""
 
-    jobs: tuple[Job, ...]
+    tickets: tuple[Ticket, ...]
     stage: int
     late: bool = False  # hardly in time; run because nobody else waits
 
 
-Heap = list[tuple[float, int, Job]]  # by deadline, then arrival
+Heap = list[tuple[float, int, Ticket]]  # by deadline, then arrival
 
 
 class Scheduler:
-    """The jobs of one engine. Not thread-safe."""
+    """The tickets of one engine. Not thread-safe."""
 
     def __init__(self, pace: Paces, stages: int, room: int = 256, keep: int = 64, most: int = 64) -> None:
-        """`room`: jobs at a time; `keep`: of these may hold the state of a begun image; `most` go together."""
+        """`room`: tickets at a time; `keep`: of these may hold the state of a begun image; `most` go together."""
         self.pace, self.stages, self.room, self.keep, self.most = pace, stages, room, max(1, keep), most
         self.waiting: list[Heap] = [[] for _ in range(stages)]  # by stages done
         self.again: Heap = []  # whose state had to go; they begin anew when there is time
@@ -83,47 +83,50 @@ class Scheduler:
         self.order = itertools.count()
         self.open = self.holding = self.stale = 0
 
-    # --- jobs come and go ----------------------------------------------------------------------------------------
+    # --- tickets come and go ----------------------------------------------------------------------------------------
 
-    def add(self, jobs: Sequence[Job]) -> None:
+    def add(self, tickets: Sequence[Ticket]) -> None:
         """All of them, or none: raises Full."""
-        if self.open + len(jobs) > self.room:
+        if self.open + len(tickets) > self.room:
             raise Full
-        for job in jobs:
-            job.order, job.over = next(self.order), False
+        for ticket in tickets:
+            ticket.order, ticket.over = next(self.order), False
             self.open += 1
-            self.holding += job.state is not None
-            if not job.running:  # else it comes back with its batch
-                self.push(job)
+            self.holding += ticket.state is not None
+            if not ticket.running:  # else it comes back with its batch
+                self.push(ticket)
 
-    def leave(self, job: Job) -> None:
-        """Nobody waits for this job any more. It keeps what it has, and may be added again."""
-        if job.order < 0:
+    def leave(self, ticket: Ticket) -> None:
+        """Nobody waits for this ticket any more. It keeps what it has, and may be added again."""
+        if ticket.order < 0:
             return
-        self.stale += not job.running
-        self.remove(job)
+        self.stale += not ticket.running
+        self.remove(ticket)
         if self.stale > self.open + STALE:
             self.sweep()
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[Ticket]:
         """Everybody goes; those who did."""
         everybody = [
-            job for heap in (*self.waiting, self.again, self.late) for _, order, job in heap if order == job.order
+            ticket
+            for heap in (*self.waiting, self.again, self.late)
+            for _, order, ticket in heap
+            if order == ticket.order
         ]
-        for job in everybody:
-            job.over = True
-            self.leave(job)
+        for ticket in everybody:
+            ticket.over = True
+            self.leave(ticket)
         return everybody
 
     def waits(self) -> int:
-        """How many jobs have no stage yet."""
-        return sum(job.order == order for heap in (self.waiting[0], self.late) for _, order, job in heap)
+        """How many tickets have no stage yet."""
+        return sum(ticket.order == order for heap in (self.waiting[0], self.late) for _, order, ticket in heap)
 
     # --- batches come and go -------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> tuple[Batch | None, list[Job]]:
-        """The next batch, if any, and the jobs that are over: out of time, or without enough for another stage."""
-        over: list[Job] = []
+    def turn(self, now: float) -> tuple[StageBatch | None, list[Ticket]]:
+        """The next batch, if any, and the tickets that are over: out of time, or without enough for another stage."""
+        over: list[Ticket] = []
         for heap in (*self.waiting, self.again, self.late):
             self.skim(heap, now, over)
         if any(self.waiting):
@@ -133,45 +136,45 @@ class Scheduler:
                 return self.gather(heap, 1), over
         return None, over
 
-    def finish(self, batch: Batch, state: Any, logits: Floats, now: float) -> list[Job]:
-        """A batch went through its stage; the jobs of which there is news."""
+    def finish(self, batch: StageBatch, state: Any, logits: Floats, now: float) -> list[Ticket]:
+        """A batch went through its stage; the tickets of which there is news."""
         news = []
-        for place, job in enumerate(batch.jobs):
-            job.running = False
-            if self.learn(job, batch.stage, logits[place], now):
-                news.append(job)
-            held = job.state is not None
-            job.state, job.place, job.beside, job.done = state, place, len(batch.jobs), batch.stage
-            if job.final:
-                job.state = None
-            if job.order < 0:
+        for place, ticket in enumerate(batch.tickets):
+            ticket.running = False
+            if self.learn(ticket, batch.stage, logits[place], now):
+                news.append(ticket)
+            held = ticket.state is not None
+            ticket.state, ticket.place, ticket.beside, ticket.done = state, place, len(batch.tickets), batch.stage
+            if ticket.final:
+                ticket.state = None
+            if ticket.order < 0:
                 continue
-            self.holding += (job.state is not None) - held
-            if job.final or job.deadline < now + self.rest(job):
-                job.over = True
-                self.remove(job)
+            self.holding += (ticket.state is not None) - held
+            if ticket.final or ticket.deadline < now + self.rest(ticket):
+                ticket.over = True
+                self.remove(ticket)
             else:
                 if self.holding > self.keep:
-                    self.forget(job)
-                self.push(job)
+                    self.forget(ticket)
+                self.push(ticket)
         return news
 
-    def return_unfinished(self, batch: Batch) -> None:
-        """A batch was stopped half-way: its jobs are where they were."""
-        for job in batch.jobs:
-            job.running = False
-            if job.order >= 0:
-                self.push(job)
+    def return_unfinished(self, batch: StageBatch) -> None:
+        """A batch was stopped half-way: its tickets are where they were."""
+        for ticket in batch.tickets:
+            ticket.running = False
+            if ticket.order >= 0:
+                self.push(ticket)
 
-    def fail(self, batch: Batch, error: Exception) -> None:
-        for job in batch.jobs:
-            self.remove(job)
-            job.running, job.error, job.final, job.over, job.state = False, error, True, True, None
+    def fail(self, batch: StageBatch, error: Exception) -> None:
+        for ticket in batch.tickets:
+            self.remove(ticket)
+            ticket.running, ticket.error, ticket.final, ticket.over, ticket.state = False, error, True, True, None
 
-    def yields(self, batch: Batch, began: float, now: float) -> bool:
+    def yields(self, batch: StageBatch, began: float, now: float) -> bool:
         """Whether a running batch must be stopped: for one that waits for stage 1 and would be late otherwise; or because
         nobody in it waits any more."""
-        if all(job.order < 0 for job in batch.jobs):
+        if all(ticket.order < 0 for ticket in batch.tickets):
             return True
         heap = self.waiting[0]
         while heap and heap[0][1] != heap[0][2].order:
@@ -180,7 +183,7 @@ class Scheduler:
         if not heap or (batch.stage == 1 and not batch.late):
             return False
         deadline, first = heap[0][0], self.takes(1)
-        ends = max(now, began + self.takes(batch.stage, len(batch.jobs)))
+        ends = max(now, began + self.takes(batch.stage, len(batch.tickets)))
         return now + first <= deadline and (batch.late or deadline < ends + first)
 
     # --- what these share ----------------------------------------------------------------------------------------
@@ -188,53 +191,57 @@ class Scheduler:
     def takes(self, stage: int, images: int = 1) -> float:
         return CAUTION * self.pace.predict(stage, images)
 
-    def rest(self, job: Job) -> float:
-        """What a job's next answer takes: one stage, or all up to it where its state had to go."""
-        return sum(self.takes(stage) for stage in range(job.done + 1, job.best[0] + 2))
+    def rest(self, ticket: Ticket) -> float:
+        """What a ticket's next answer takes: one stage, or all up to it where its state had to go."""
+        return sum(self.takes(stage) for stage in range(ticket.done + 1, ticket.best[0] + 2))
 
-    def push(self, job: Job) -> None:
-        heap = self.again if job.done < job.best[0] else self.waiting[job.done]
-        heapq.heappush(heap, (job.deadline, job.order, job))
+    def push(self, ticket: Ticket) -> None:
+        heap = self.again if ticket.done < ticket.best[0] else self.waiting[ticket.done]
+        heapq.heappush(heap, (ticket.deadline, ticket.order, ticket))
 
-    def remove(self, job: Job) -> None:
-        if job.order >= 0:
+    def remove(self, ticket: Ticket) -> None:
+        if ticket.order >= 0:
             self.open -= 1
-            self.holding -= job.state is not None
-            job.order = -1
+            self.holding -= ticket.state is not None
+            ticket.order = -1
 
-    def forget(self, job: Job) -> None:
+    def forget(self, ticket: Ticket) -> None:
         """There is no memory for another state."""
-        self.holding -= job.state is not None
-        job.state, job.done = None, 0
+        self.holding -= ticket.state is not None
+        ticket.state, ticket.done = None, 0
 
-    def learn(self, job: Job, stage: int, logits: Floats, now: float) -> bool:
+    def learn(self, ticket: Ticket, stage: int, logits: Floats, now: float) -> bool:
         """Write down what a stage said; False if that is no news."""
-        if stage <= job.best[0]:
+        if stage <= ticket.best[0]:
             return False
         if not np.isfinite(logits).all():
-            job.error = ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image")
-            job.final = True
+            ticket.error = ArithmeticError(
+                "its logits are not numbers (NaN or infinite); check the weights and the image"
+            )
+            ticket.final = True
             return True
-        job.best = (stage, logits)
-        if job.trail is not None:
-            job.trail.append((stage, logits, now))
-        job.final = stage == self.stages or bool(job.confident and softmax(logits).max() >= job.confident[stage - 1])
+        ticket.best = (stage, logits)
+        if ticket.trail is not None:
+            ticket.trail.append((stage, logits, now))
+        ticket.final = stage == self.stages or bool(
+            ticket.confident and softmax(logits).max() >= ticket.confident[stage - 1]
+        )
         return True
 
-    def skim(self, heap: Heap, now: float, over: list[Job]) -> None:
+    def skim(self, heap: Heap, now: float, over: list[Ticket]) -> None:
         """Take out those at the top that have left or have too little time; those without any stage are put aside."""
         while heap:
-            deadline, order, job = heap[0]
-            if order != job.order:
+            deadline, order, ticket = heap[0]
+            if order != ticket.order:
                 self.stale -= 1
-            elif deadline > now and (heap is self.late or deadline >= now + self.rest(job)):
+            elif deadline > now and (heap is self.late or deadline >= now + self.rest(ticket)):
                 return
-            elif deadline > now and not job.best[0]:
+            elif deadline > now and not ticket.best[0]:
                 heapq.heappush(self.late, heap[0])
             else:
-                job.over = True
-                self.remove(job)
-                over.append(job)
+                ticket.over = True
+                self.remove(ticket)
+                over.append(ticket)
             heapq.heappop(heap)
 
     def level(self, now: float) -> tuple[Heap, int]:
@@ -259,17 +266,17 @@ class Scheduler:
         fits = 1 + int((limit - one) / more) if more > 0 and limit < inf else self.most
         return min(len(heap), fits, self.most)
 
-    def gather(self, heap: Heap, count: int) -> Batch:
-        """The most urgent jobs of a heap, as many as there are of so many."""
-        jobs: list[Job] = []
-        while heap and len(jobs) < count:
-            _, order, job = heapq.heappop(heap)
-            if order == job.order:
-                job.running = True
-                jobs.append(job)
+    def gather(self, heap: Heap, count: int) -> StageBatch:
+        """The most urgent tickets of a heap, as many as there are of so many."""
+        tickets: list[Ticket] = []
+        while heap and len(tickets) < count:
+            _, order, ticket = heapq.heappop(heap)
+            if order == ticket.order:
+                ticket.running = True
+                tickets.append(ticket)
             else:
                 self.stale -= 1
-        return Batch(tuple(jobs), jobs[0].done + 1, late=heap is self.late)
+        return StageBatch(tuple(tickets), tickets[0].done + 1, late=heap is self.late)
 
     def sweep(self) -> None:
         """Make the heaps anew, without those that have left."""

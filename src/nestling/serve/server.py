@@ -17,8 +17,8 @@ from nestling.runtime.answer import Answer
 from nestling.runtime.caller import Sure
 from nestling.runtime.inputs import seconds
 from nestling.runtime.runtime import Runtime
-from nestling.serve.model import MEMORY, ROOM, Model, Source
-from nestling.serve.request import Request
+from nestling.serve.model import MEMORY, ROOM, Model, Servable
+from nestling.serve.request import ServedRequest
 from nestling.serve.scheduler import Full
 from nestling.serve.stages import Closed
 
@@ -28,8 +28,8 @@ class Server:
 
     def __init__(
         self,
-        *sources: Source,
-        named: Mapping[str, Source] | None = None,
+        *sources: Servable,
+        named: Mapping[str, Servable] | None = None,
         device: str = "auto",
         threads: int = 1,
         room: int = ROOM,
@@ -38,7 +38,7 @@ class Server:
     ) -> None:
         """Networks under their own names, or, in `named`, under yours. `room` is how many images of each may be asked for at a
         time, `memory` how many bytes their states may take, `threads` what a stage may use on a CPU."""
-        self.open: Callable[[str, Source], Model] = lambda name, source: Model(
+        self.open: Callable[[str, Servable], Model] = lambda name, source: Model(
             name, source, device, threads, room, memory, clock
         )
         self.models: dict[str, Model] = {}
@@ -85,7 +85,9 @@ class Server:
         request.handed()
         return found
 
-    def submitted(self, x: Any, deadline: float | None, confident: Sure, model: str, every: bool = False) -> Request:
+    def submitted(
+        self, x: Any, deadline: float | None, confident: Sure, model: str, every: bool = False
+    ) -> ServedRequest:
         chosen = self.model(model)
         chosen.intake.check(x := chosen.runtime._to_numpy(x), 3)
         try:
@@ -117,7 +119,7 @@ class Server:
         self.close()
 
 
-def own_name(source: Source) -> str:
+def own_name(source: Servable) -> str:
     """A folder's or a network's own name."""
     if isinstance(source, str | Path):
         return Path(source).resolve().name

@@ -1,8 +1,8 @@
 """The thread that runs the stages of one network for everybody who asks.
 
-In: jobs, from any thread. It asks the scheduler for the next batch, puts the states of its images together, runs the stage and
-tells the jobs. A stage that nobody waits for any more, or that keeps somebody from a first answer, is stopped. Whoever waits
-looks at `job.best` when told or when time is up, and never waits for a stage.
+In: tickets, from any thread. It asks the scheduler for the next batch, puts the states of its images together, runs the stage and
+tells the tickets. A stage that nobody waits for any more, or that keeps somebody from a first answer, is stopped. Whoever waits
+looks at `ticket.best` when told or when time is up, and never waits for a stage.
 """
 
 import threading
@@ -15,7 +15,7 @@ import numpy as np
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, JoiningEngine, Stop
 from nestling.runtime.pace import Pace
-from nestling.serve.scheduler import Batch, Full, Job, Scheduler
+from nestling.serve.scheduler import Full, Scheduler, StageBatch, Ticket
 
 
 class Closed(Full):
@@ -29,30 +29,30 @@ class Stages:
         self.engine, self.scheduler, self.pace, self.clock = engine, scheduler, pace, clock
         self.lock = threading.Lock()
         self.bell = Bell()  # there is something to do; rung without the lock
-        self.running: tuple[Batch, Stop, float] | None = None
+        self.running: tuple[StageBatch, Stop, float] | None = None
         self.closing = False
         self.busy = 0.0  # seconds that stages have run
         self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
         self.thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, tickets: Sequence[Ticket]) -> None:
         """Raises Full where there is no room for all of them."""
         with self.lock:
             if self.closing:
                 raise Closed
-            self.scheduler.add(jobs)
+            self.scheduler.add(tickets)
             self.make_way()
         self.bell.ring()
 
-    def leave(self, jobs: Sequence[Job]) -> None:
-        """Nobody waits for these jobs any more."""
+    def leave(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these tickets any more."""
         with self.lock:
-            for job in jobs:
-                self.scheduler.leave(job)
+            for ticket in tickets:
+                self.scheduler.leave(ticket)
             self.make_way()
 
     def close(self) -> None:
-        """End the stage that runs, and the thread; jobs that wait are over."""
+        """End the stage that runs, and the thread; tickets that wait are over."""
         with self.lock:
             self.closing = True
             if self.running is not None:
@@ -77,8 +77,8 @@ class Stages:
             with self.lock:
                 self.closing = True
                 left = self.scheduler.clear()
-            for job in left:
-                job.tell()
+            for ticket in left:
+                ticket.tell()
 
     def turn(self) -> bool:
         """Run the next batch, or wait for one; False when it is time to go."""
@@ -89,20 +89,20 @@ class Stages:
             batch, over = self.scheduler.turn(began)
             stop = Stop()
             self.running = None if batch is None else (batch, stop, began)
-        for job in over:
-            job.tell()
+        for ticket in over:
+            ticket.tell()
         if batch is None:
             self.bell.wait(inf)
             return True
         news = self.run(batch, stop, began)
-        for job in news:
-            job.tell()
+        for ticket in news:
+            ticket.tell()
         return True
 
-    def run(self, batch: Batch, stop: Stop, began: float) -> Sequence[Job]:
-        """One stage of one batch; the jobs of which there is news."""
-        for job in batch.jobs:
-            job.began = began if job.began is None else job.began
+    def run(self, batch: StageBatch, stop: Stop, began: float) -> Sequence[Ticket]:
+        """One stage of one batch; the tickets of which there is news."""
+        for ticket in batch.tickets:
+            ticket.began = began if ticket.began is None else ticket.began
         try:
             logits, state = self.engine.step(batch.stage, self.state_of(batch), stop)
         except Abandoned:
@@ -115,22 +115,24 @@ class Stages:
             with self.lock:
                 self.running = None
                 self.scheduler.fail(batch, error)
-            return batch.jobs
+            return batch.tickets
         with self.lock:
             now = self.clock()
             self.running = None
             self.busy += now - began
-            self.pace.observe(batch.stage, now - began, len(batch.jobs))
+            self.pace.observe(batch.stage, now - began, len(batch.tickets))
             return self.scheduler.finish(batch, state, logits, now)
 
-    def state_of(self, batch: Batch) -> Any:
+    def state_of(self, batch: StageBatch) -> Any:
         """The state that the batch's images have now, as one."""
-        jobs = batch.jobs
+        tickets = batch.tickets
         if batch.stage == 1:
-            return self.engine.start(jobs[0].x if len(jobs) == 1 else np.concatenate([job.x for job in jobs]))
-        first, places = jobs[0].state, [job.place for job in jobs]
-        if any(job.state is not first for job in jobs):
-            return self.engine.join([(job.state, job.place) for job in jobs])
-        if places == list(range(jobs[0].beside)):
+            return self.engine.start(
+                tickets[0].x if len(tickets) == 1 else np.concatenate([ticket.x for ticket in tickets])
+            )
+        first, places = tickets[0].state, [ticket.place for ticket in tickets]
+        if any(ticket.state is not first for ticket in tickets):
+            return self.engine.join([(ticket.state, ticket.place) for ticket in tickets])
+        if places == list(range(tickets[0].beside)):
             return first
         return self.engine.take(first, places)
