@@ -1,9 +1,9 @@
 """Which images go through which stage next: stage 1 for everybody, then slack to those who can use it.
 
-In: tickets (one image each, with a deadline) and the time. Out: batches of tickets that go through a stage together, and the tickets for
-which nothing better can come in time. Those with the fewest stages go first (see `level`), of them the earliest deadline. Whoever
-cannot be in time waits until nobody else does, and whoever has no time left is never run. Nothing here knows a clock, a
-thread or an engine: the same calls at the same times give the same batches.
+In: tickets (one image each, with a deadline) and the time. Out: batches that go through a stage together, and the tickets for
+which nothing better can come in time. Those with the fewest stages go first (see `level`), of them the earliest deadline.
+Whoever cannot be in time waits until nobody else does, and whoever has no time left is never run. Nothing here knows a
+clock, a thread or an engine: the same calls at the same times give the same batches.
 """
 
 import heapq
