@@ -35,6 +35,7 @@ from nestling import (
     backward,
     exits,
     export_net,
+    fit,
     from_deadlines,
     load,
     nest,
@@ -57,6 +58,11 @@ def open_a_network(path: Path) -> NestedNet:
 
 def make_a_network(backbone: nn.Module) -> tuple[NestedNet, NestedNet]:
     return nest(backbone, "w,w", shape=(3, 32, 32)), exits(backbone, at=(0.25, 0.5))
+
+
+def fit_a_network(net: NestedNet, images: Tensor, labels: Tensor, teacher: nn.Module) -> list[float]:
+    run = fit(net, (images, labels), (images, labels), teacher=teacher, epochs=3, strategy="sgd")
+    return [row["error"] for row in run.results["stages"]]
 
 
 def ask_a_network(net: NestedNet, x: Tensor) -> int:

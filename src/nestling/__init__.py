@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.runtime.runtime import Runtime
     from nestling.runtime.verified import export_net
     from nestling.serve.server import Server
+    from nestling.studies.fit import fit
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "backward",
     "exits",
     "export_net",
+    "fit",
     "from_deadlines",
     "load",
     "nest",
@@ -80,6 +82,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.runtime.runtime": ("Runtime",),
     "nestling.runtime.verified": ("export_net",),
     "nestling.serve.server": ("Server",),
+    "nestling.studies.fit": ("fit",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -11,23 +11,25 @@ from nestling.runs.evaluate import evaluate, keep
 from nestling.runs.open import resolve
 
 
-def command(run: str, device: str = "auto", sample: bool = False) -> dict[str, Any]:
+def command(run: str, device: str = "auto", sample: bool = False, build: str = "", data: str = "") -> dict[str, Any]:
     """Error, loss and calibration of every stage of a run, measured anew and stored with it.
 
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: auto, cpu or cuda.
         sample: on the first thousand test images only, which come with nestling for CIFAR-10; nothing is stored then.
+        build: the function that builds a network of your own, such as my_file.py:build.
+        data: the function that gives data of your own, such as my_file.py:loaders.
     """
-    chosen, opened = pick_device(device, "--device "), resolve(run)
-    data = opened.data(chosen, sample)
+    chosen, opened = pick_device(device, "--device "), resolve(run, build, data)
+    found_data = opened.data(chosen, sample)
     split = "validation" if opened.recipe.data.validation and not sample else "test"
-    found, tensors = evaluate(opened.net(chosen, data), data, split)
+    found, tensors = evaluate(opened.net(chosen, found_data), found_data, split)
     if sample or opened.comes_with_us:
         return {"run": run, "stored": False, **found, "card": card(opened.results, sample)}
     result = {"run": str(opened.path), "stored": True, **found}
     try:
-        keep(opened, data, found, tensors)
+        keep(opened, found_data, found, tensors)
     except NestlingError as error:
         # What was measured is shown. Still it has failed: reports read what is stored, and a script should not go on to one.
         result |= {"stored": False, "incomplete": f"measured, but not stored: {error}"}

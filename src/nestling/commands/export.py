@@ -17,7 +17,13 @@ IMAGES = 64  # real images, at most, that every stage is verified on
 
 
 def command(
-    run: str, format: Literal["onnx", "pt2"] = "onnx", out: str = "", int8: bool = False, images: int = 1000
+    run: str,
+    format: Literal["onnx", "pt2"] = "onnx",
+    out: str = "",
+    int8: bool = False,
+    images: int = 1000,
+    build: str = "",
+    data: str = "",
 ) -> dict[str, Any]:
     """Write each stage of a run as its own graph, with a manifest, and verify them against the network.
 
@@ -28,10 +34,12 @@ def command(
             earlier export is replaced.
         int8: quantise weights and activations to 8 bits, and say what that does to each stage's error (onnx only).
         images: for int8, how many test images that is measured on; 0 = all.
+        build: the function that builds a network of your own, such as my_file.py:build.
+        data: for int8, the function that gives data of your own, such as my_file.py:loaders.
     """
     if int8 and format != "onnx":
         raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
-    opened = resolve(run)
+    opened = resolve(run, build, data)
     net = opened.net()
     spec = spec_of(opened, net)
     place = Path(out) if out else opened.place_for(f"export-{format}{'-int8' if int8 else ''}")

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nestling.errors import NestlingError
 from nestling.runs.device import pick_device
+from nestling.runs.open import resolve
 from nestling.runtime.runtime import Runtime
 
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -30,6 +31,7 @@ def command(
     engine: str = "auto",
     threads: int = 1,
     loss: float = -1.0,
+    build: str = "",
 ) -> dict[str, Any]:
     """Answer pictures stage by stage, until a deadline. One that cannot be read is named, and the others are answered.
 
@@ -41,6 +43,7 @@ def command(
         engine: auto (the fastest there is), onnx, eager or graph.
         threads: CPU threads; more are faster on a quiet machine, one keeps its pace on a busy one.
         loss: stop early where an answer is sure enough, losing at most this share of accuracy, such as 0.005; -1 = never.
+        build: the function that builds a network of your own, such as my_file.py:build.
     """
     paths = find(images)
     if not deadline_ms >= 0:
@@ -51,7 +54,7 @@ def command(
     problems = {path: problem for path in paths if (problem := absent(path))}
     for problem in problems.values():  # before anything that takes time
         say(problem)
-    with Runtime(run, device, engine, threads) as runtime:
+    with Runtime(resolve(run, build) if build else run, device, engine, threads) as runtime:
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None

@@ -17,6 +17,7 @@ def command(
     batch: tuple[int, ...] = (),
     repeats: int = 300,
     dry: bool = False,
+    build: str = "",
 ) -> dict[str, Any]:
     """Measure the latency of every stage of a run on this device and store it with the run.
 
@@ -28,8 +29,9 @@ def command(
         batch: images at a time, 1 if not given; may be repeated. The first is the profile that others read.
         repeats: how often every condition is measured.
         dry: measure, but store nothing; with --json, every repeat is printed.
+        build: the function that builds a network of your own, such as my_file.py:build.
     """
-    return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry)
+    return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build)
 
 
 def show(result: dict[str, Any]) -> Table:

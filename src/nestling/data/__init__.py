@@ -1,4 +1,4 @@
-"""Data sets by name, as batches on the device: digits, CIFAR-10, Tiny ImageNet, folders, synthetic ones.
+"""Data sets by name, as batches on the device: digits, CIFAR-10, Tiny ImageNet, folders, synthetic ones, your own.
 
 Comes in: a DataRecipe and a device. Goes out: a DataSet, whose splits yield (x normalised, y). Knows no
 network.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nestling.data import cifar10, digits, image_folder, synthetic, tiny_imagenet
+from nestling.data import cifar10, digits, image_folder, own, synthetic, tiny_imagenet
 from nestling.data.dataset import DataSet
 from nestling.data.split import MemorySplit, Split
 from nestling.errors import NestlingError, nearest
@@ -22,6 +22,7 @@ DATASETS: dict[str, Callable[[DataRecipe, torch.device | str], DataSet]] = {
     "tiny-imagenet": tiny_imagenet.load,
     "folder": image_folder.load,
     "synthetic": synthetic.load,
+    "own": own.load,
 }
 
 

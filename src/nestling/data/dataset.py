@@ -22,10 +22,10 @@ class DataSet:
     name: str
     train: Split
     test: Split  # the held-out part of the training images when the recipe asks for validation
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]  # per channel, of [0,1] pixels
+    classes: tuple[str, ...]  # empty: not named, or there are none
+    mean: tuple[float, ...]  # per channel, of [0,1] pixels; empty: inputs come as the network takes them
     std: tuple[float, ...]
-    shape: tuple[int, int, int]  # C,H,W
+    shape: tuple[int, ...]  # C,H,W of images
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,6 +104,10 @@ NETS: dict[str, Architecture] = {
 
 def architecture(recipe: NetworkRecipe) -> Architecture:
     """The named architecture with the recipe's changes."""
+    if recipe.own:
+        raise NestlingError(
+            f"{recipe.name} builds a network of your own, which is not planned by name; call it instead"
+        )
     if recipe.name not in NETS:
         near = nearest(recipe.name, NETS)
         raise NestlingError(
@@ -164,16 +168,31 @@ def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:
     return check(Plan(name, tuple(nodes), tuple(heads), sizes))
 
 
+def image(shape: tuple[int, ...]) -> ImageShape:
+    """The shape of images, which is what the networks of the registry take."""
+    if len(shape) != 3:
+        raise NestlingError(
+            f"found inputs of shape {shape}; the networks by name take images (channels, height, width)"
+        )
+    channels, height, width = shape
+    return channels, height, width
+
+
 def build(
     recipe: NetworkRecipe,
     classes: int | None = None,
-    shape: ImageShape | None = None,
+    shape: tuple[int, ...] | None = None,
     generator: "torch.Generator | None" = None,
 ) -> "NestedNet":
-    """The network of a recipe, with weights drawn from `generator` (seed 0 without one)."""
+    """The network of a recipe, with weights drawn from `generator` (seed 0 without one); of the user's own, as they come."""
     import torch  # here, because plans are made without it
+
+    from nestling.nets.ways import own_net
+
+    if recipe.own:
+        return own_net(recipe, shape)
 
     from nestling.nets.net import NestedNet
 
-    net = NestedNet(plan(recipe, classes, shape))
+    net = NestedNet(plan(recipe, classes, image(shape) if shape else None))
     return net.reset(generator if generator is not None else torch.Generator().manual_seed(0))

@@ -69,8 +69,8 @@ class RecipeSection:
 class DataRecipe(RecipeSection):
     """The images of a run: which data set, from where, and what is held out."""
 
-    name: Literal["digits", "cifar10", "tiny-imagenet", "folder", "synthetic"] = "digits"
-    root: str = ""  # where the files are; empty = the data set's usual place
+    name: Literal["digits", "cifar10", "tiny-imagenet", "folder", "synthetic", "own"] = "digits"
+    root: str = ""  # where the files are; empty = the data set's usual place. own: the function that gives the data
     validation: Count = 0  # images held out of training; > 0 = evaluate on them instead of the test split
     limit: Count = 0  # only the first N training images of the fixed shuffle; 0 = all
     augment: bool = True
@@ -83,13 +83,21 @@ class DataRecipe(RecipeSection):
 class NetworkRecipe(RecipeSection):
     """The network of a run: a nest by name, the independent net of one stage's size, or an ensemble."""
 
-    name: str = "width-digits"
+    name: str = "width-digits"  # one of ours, or the function that builds your own, such as my_file.py:build
+    way: str = (
+        ""  # how a module of your own becomes anytime, such as exits(at=(0.25, 0.5)); empty = its function did that
+    )
     alone: Count = 0  # 0 = the nest; s = a network of stage s's size by itself, fully connected
     ensemble: bool = False  # independent networks of rising size, run one after another
     growth: str = ""  # order of growing, such as "w,d,w,d"; empty here and below = the network's own
     stripes: tuple[Positive, ...] = ()
     widths: tuple[Positive, ...] = ()
     blocks: tuple[Positive, ...] = ()
+
+    @property
+    def own(self) -> bool:
+        """Whether a function of the user's builds it."""
+        return ":" in self.name
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,12 @@ class TrainRecipe(RecipeSection):
     distill: Share = (
         0.0  # weight of soft targets: the last stage's in the earlier ones' losses, or the teacher's in all
     )
-    teacher: str = ""  # folder of a trained run whose last stage gives the soft targets
+    teacher: str = (
+        ""  # folder of a trained run whose last stage gives the soft targets, or a function that gives a module
+    )
+    loss: str = (
+        ""  # a function of your own, of output and target; empty = cross-entropy of classes, squared error of numbers
+    )
     teaches: Literal["all", "last"] = (
         "all"  # the stages it teaches; last: the last stage alone, which teaches the others
     )
@@ -178,7 +191,8 @@ class Recipe(RecipeSection):
         super().__post_init__()
         if self.strategy.name == "greedy":
             given = {"strategy.order": self.strategy.order, "strategy.importance": self.strategy.importance}
-            for key, value in {**given, "train.distill": self.train.distill}.items():
+            inner = 0.0 if self.train.teacher and self.train.teaches == "all" else self.train.distill
+            for key, value in {**given, "train.distill": inner}.items():
                 if value:
                     raise NestlingError(
                         f"{key} is {show(value)} with strategy.name=greedy, which trains one stage at a time and has no "
@@ -251,6 +265,8 @@ LATER = {
     "constant",
     "literal",
     "damping",
+    "way",
+    "loss",
 }  # fields that recipes written before them lack; their defaults are what was done then
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

@@ -14,10 +14,12 @@ from torch import Tensor
 from nestling.data import DataSet, Split
 from nestling.files import GALLERY, OUTPUTS, RESULTS
 from nestling.nets import NestedNet, Plan
+from nestling.nets.modes import evaluating
 from nestling.runs.folder import RunDir
 
 BINS = 15  # of the expected calibration error
 PICTURES = 48  # in the gallery
+INPUTS = 64  # kept beside it, where inputs come as the network takes them
 PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
 
 
@@ -25,17 +27,17 @@ PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
 def answers(net: NestedNet, split: Split, batch: int = 0) -> tuple[Tensor, Tensor]:
     """Logits (stages, N, classes) in float32 and labels (N), both on the split's device. On CUDA nothing waits: all is
     queued. `batch` 0: as many images as are quick, see `quick_batch`."""
-    training = net.training
-    net.eval()
     weight = next(net.parameters())
     kept: list[Tensor] = []
     labels: list[Tensor] = []
-    for x, y in split.batches(batch or quick_batch(net.plan, weight.device)):
-        if weight.is_cuda:  # there convolutions want channels last, as the weights of trained nets are
-            x = x.contiguous(memory_format=torch.channels_last)
-        kept.append(torch.stack(net(x)).float())
-        labels.append(y)
-    net.train(training)
+    with evaluating(net):
+        for x, y in split.batches(batch or quick_batch(net.plan, weight.device)):
+            if (
+                weight.is_cuda and x.dim() == 4
+            ):  # there convolutions want channels last, as the weights of trained nets are
+                x = x.contiguous(memory_format=torch.channels_last)
+            kept.append(torch.stack(net(x)).float())
+            labels.append(y)
     return torch.cat(kept, 1), torch.cat(labels)
 
 
@@ -125,8 +127,11 @@ def about(data: DataSet) -> dict[str, Any]:
 
 def class_shares(data: DataSet) -> list[float]:
     """How often each class is among the training images; empty where there are none."""
-    counts = torch.bincount(data.train.labels.cpu(), minlength=len(data.classes)).double()
-    return [float(share) for share in counts / counts.sum()] if len(data.train) else []
+    labels = data.train.labels.cpu()
+    if not len(labels) or labels.dim() != 1 or labels.is_floating_point():
+        return []
+    counts = torch.bincount(labels, minlength=len(data.classes)).double()
+    return [float(share) for share in counts / counts.sum()]
 
 
 def gallery(logits: Tensor, labels: Tensor, count: int = PICTURES) -> Tensor:
@@ -154,5 +159,18 @@ def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, T
     """Leave what `evaluate` found in the run folder."""
     run.save_tensors(OUTPUTS, tensors)
     indices = gallery(tensors["logits"], tensors["labels"])
-    run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices})
-    run.write_json(RESULTS, found)
+    run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices, **inputs(data)})
+    before = run.read_facts(RESULTS)
+    run.write_json(RESULTS, found | {key: before[key] for key in ("teacher",) if key in before})
+
+
+def inputs(data: DataSet) -> dict[str, Tensor]:
+    """Some test inputs as the network takes them, where its pictures do not tell how."""
+    if data.mean:
+        return {}
+    found: list[Tensor] = []
+    for x, _ in data.test.batches(INPUTS):
+        found.append(x.cpu())
+        if sum(map(len, found)) >= INPUTS:
+            break
+    return {"inputs": torch.cat(found)[:INPUTS]}

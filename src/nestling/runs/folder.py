@@ -144,8 +144,13 @@ class RunDir:
             self.path.rmdir()
 
     def going_on(self) -> str:
-        """The command that goes on with it."""
-        return f"nestling train --resume {self.path}"
+        """What goes on with it: a command, in which what is the user's own is named again, or the call that began it."""
+        words: list[str] = []
+        with contextlib.suppress(NestlingError):
+            words = own_words(self.read_recipe())
+        if any(name.startswith(":") for name in words):
+            return f'nestling.fit(..., out="{self.path}", resume=True)'
+        return " ".join(["nestling train", *words, f"--resume {self.path}"])
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -301,6 +306,17 @@ class RunDir:
         if self.comes_with_us:
             return "install nestling again"
         return REMEDIES.get(name, RECOVER).format(run=self.path)
+
+
+def own_words(recipe: Recipe) -> list[str]:
+    """What a command line says about a network and data of the user's own."""
+    named = {
+        "": recipe.network.name if recipe.network.own else "",
+        "--data": recipe.data.root if recipe.data.name == "own" else "",
+        "--teacher": recipe.train.teacher if ":" in recipe.train.teacher else "",
+        "--loss": recipe.train.loss,
+    }
+    return [word for option, name in named.items() if name for word in (option, name) if word]
 
 
 def whole_lines(data: bytes) -> bytes:

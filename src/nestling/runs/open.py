@@ -5,6 +5,7 @@ convolutions and outputs in float16, results of the weights as they lie there). 
 then. Beside the shipped runs lie the first thousand test images of their data, so that they can be tried anywhere.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nestling.data.augment import normalise
 from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, RESULTS, WEIGHTS
 from nestling.nets import NestedNet, build
+from nestling.recipes.code import Function, hand_over
 from nestling.recipes.recipe import Recipe
 from nestling.runs.evaluate import about
 from nestling.runs.folder import SHIPPED, RunDir
@@ -55,22 +57,22 @@ class OpenedRun(RunDir):
                 f"{self.path} has no {WEIGHTS} yet: the run did not finish. First finish the run: {self.going_on()}"
             )
         known = about(data) if data else self.known
-        channels, height, width = known["shape"]
-        net = build(self.recipe.network, classes=len(known["classes"]), shape=(channels, height, width))
+        net = build(self.recipe.network, classes=len(known["classes"]), shape=tuple(known["shape"]))
         self.load_weights(net)
         return net.to(device).eval()
 
     def data(self, device: torch.device | str = "cpu", sample: bool = False) -> DataSet:
         """The data it was trained on; as a `sample` only the first thousand test images, which come with nestling."""
         if not sample:
-            return load_data(self.recipe.data, device)
-        found, known, name = stored_sample(self.recipe.data.name), self.known, self.recipe.data.name
+            found = load_data(self.recipe.data, device)
+            names = () if found.classes else tuple(self.results.get("classes", ()))
+            return replace(found, classes=names) if names else found
+        stored, known, name = stored_sample(self.recipe.data.name), self.known, self.recipe.data.name
         mean, std = (torch.tensor(known[key], device=device) for key in ("mean", "std"))
-        images, labels = found["images"].to(device), found["labels"].long().to(device)
+        images, labels = stored["images"].to(device), stored["labels"].long().to(device)
         none, test = MemorySplit(images[:0], labels[:0], mean, std), MemorySplit(images, labels, mean, std)
-        channels, height, width = known["shape"]
         classes, means, stds = (tuple(known[key]) for key in ("classes", "mean", "std"))
-        return DataSet(name, none, test, classes, means, stds, (channels, height, width))
+        return DataSet(name, none, test, classes, means, stds, tuple(known["shape"]))
 
     def outputs(self) -> dict[str, Tensor]:
         """The logits of every stage for the whole test set, (stages, N, classes), and its labels."""
@@ -94,6 +96,8 @@ class OpenedRun(RunDir):
     def images(self, count: int) -> Tensor:
         """Up to `count` real test images, normalised: of the sample or the gallery, so that the data need not be here; of the
         data where there is neither."""
+        if self.has(GALLERY) and "inputs" in (kept := self.gallery()):
+            return kept["inputs"][:count]
         sampled = sample_file(self.recipe.data.name).is_file()
         if not sampled and self.has(GALLERY) and "mean" in self.results:
             mean, std = (torch.tensor(self.results[key]) for key in ("mean", "std"))
@@ -108,8 +112,24 @@ class OpenedRun(RunDir):
         return Path(f"{self.path.name}-{kind}") if self.comes_with_us else self.path / kind
 
 
-def resolve(source: str | Path | RunDir) -> OpenedRun:
-    """The run of that name or at that path; a path goes first."""
+def resolve(
+    source: str | Path | RunDir, build: str | Function | None = None, data: str | Function | None = None
+) -> OpenedRun:
+    """The run of that name or at that path; a path goes first.
+
+    Of a network, or data, of your own the folder holds only the name: `build` and `data` are the functions that give them, or
+    `my_file.py:function`. Nothing that a folder names is run unless it was named here, or trained with in this process."""
+    run = opened(source)
+    if build:
+        hand_over(build, run.recipe.network.name)
+    if data:
+        hand_over(data, run.recipe.data.root)
+    return run
+
+
+def opened(source: str | Path | RunDir) -> OpenedRun:
+    if isinstance(source, OpenedRun):
+        return source
     if isinstance(source, RunDir):
         return OpenedRun(source.path)
     if not isinstance(source, str | Path):
@@ -120,10 +140,12 @@ def resolve(source: str | Path | RunDir) -> OpenedRun:
     return OpenedRun.open(source)
 
 
-def load(name: str | Path, device: torch.device | str = "cpu") -> NestedNet:
+def load(
+    name: str | Path | RunDir, device: torch.device | str = "cpu", build: str | Function | None = None
+) -> NestedNet:
     """The trained network of that name, or that of a run's folder, ready to answer. `net.answers(x)` takes images normalised
-    as its results say."""
-    return resolve(name).net(device)
+    as its results say. `build`: of a network of your own, the function that builds it."""
+    return resolve(name, build).net(device)
 
 
 def sample_file(data: str) -> Path:

@@ -36,17 +36,18 @@ def profile(
     batch: tuple[int, ...] = (1,),
     repeats: int = 300,
     dry: bool = False,
+    build: str = "",
 ) -> dict[str, Any]:
     """Measure every condition; the first is the profile that others read. `dry`: store nothing, return every repeat."""
     device = str(pick_device(device, "--device "))
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
-    opened = resolve(run)
+    opened = resolve(run, build)
     net, images = opened.net(), enough(opened.images(max(64, *batch)).numpy(), max(batch))
     found: list[dict[str, Any]] = []
     for count in threads:
         if count > 1 and device == "cpu" and (len(threads) > 1 or not dry):
-            found += in_another_process(run, engine, count, batch, repeats)
+            found += in_another_process(run, engine, count, batch, repeats, build)
             continue
         built = build_engine(net, device, engine, count)
         for size in batch:
@@ -67,11 +68,12 @@ def enough(images: Floats, count: int) -> Floats:
 
 
 def in_another_process(
-    run: str, engine: str, threads: int, batch: tuple[int, ...], repeats: int
+    run: str, engine: str, threads: int, batch: tuple[int, ...], repeats: int, build: str = ""
 ) -> list[dict[str, Any]]:
     """The same measurement with threads of its own."""
     words = [sys.executable, "-m", "nestling", "profile", run, "--device", "cpu", "--engine", engine]
     words += ["--threads", str(threads), "--repeats", str(repeats), "--dry", "--json"]
+    words += ["--build", build] if build else []
     for size in batch:
         words += ["--batch", str(size)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -19,7 +19,7 @@ from nestling.data import DataSet, load
 from nestling.errors import NestlingError, say_once
 from nestling.files import CHECKPOINT, DiskFull
 from nestling.gradients.reduce import group_of
-from nestling.nets import build
+from nestling.nets import Plan, build
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
@@ -28,6 +28,7 @@ from nestling.train import stepping
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
+from nestling.train.losses import task_loss
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
@@ -69,12 +70,15 @@ class Training:
             seed = torch.Generator().manual_seed(recipe.train.seed)
             net = build(recipe.network, classes=len(self.data.classes), shape=self.data.shape, generator=seed)
             memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
-            self.net = net.to(self.device, memory_format=memory).train()  # type: ignore[call-overload]
+            self.net = net.to(self.device, memory_format=memory)  # type: ignore[call-overload]
+            if not self.net.training:  # else what its owner has put into evaluation stays there
+                self.net.train()
+            self.data = named_classes(self.data, self.net.plan)
             self.optimizer = make_optimizer(self.net, recipe, self.device)
             self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
         # Greedy training gives every stage the recipe's epochs, one stage after another.
-        self.total = recipe.train.epochs * (len(net.plan.heads) if self.step.greedy else 1)
+        self.total = recipe.train.epochs * (len(self.step.greedy.trained) if self.step.greedy else 1)
         self.done = 0  # epochs whose line is in the log
         self.saved = 0  # epochs of the newest checkpoint
         self.unsaved: dict[str, Tensor] = {}  # the state after `done` epochs, where it is not in a checkpoint yet
@@ -129,6 +133,10 @@ class Training:
         waiting: Ended | None = None
         for epoch in range(self.done, self.total):
             rates = epoch_rates(train, epoch % train.epochs, driver.steps)
+            if (
+                self.recipe.network.own or self.recipe.data.name == "own"
+            ):  # dropout, loaders: what draws from torch itself
+                torch.manual_seed(epoch_generator(train.seed, epoch).initial_seed())
             with driver.lane():  # the epoch before may still be going on: what changes now must wait for its end
                 self.step.begin(epoch)
                 began = Moment(self.device)
@@ -165,7 +173,7 @@ class Training:
         if self.main and (done == self.total or done % train.evaluate_every == 0):
             with self.step.average.applied() if self.step.average else nullcontext():
                 logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
-            test_losses = [torch.nn.functional.cross_entropy(stage, labels) for stage in logits]
+            test_losses = [task_loss(train, labels)(stage, labels) for stage in logits]
             test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
         state = leaving_together(self.state()) if self.main else {}
         read = leaving(losses)
@@ -297,6 +305,19 @@ def averaged(losses: Tensor) -> Tensor:
     return losses
 
 
+def named_classes(data: DataSet, plan: Plan) -> DataSet:
+    """The data with names for their classes, numbers where they have none; they must be as many as the network answers with."""
+    count = plan.by_name[plan.heads[-1]].channels
+    if not data.classes:
+        return dataclasses.replace(data, classes=tuple(map(str, range(count))))
+    if len(data.classes) != count:
+        raise NestlingError(
+            f"{plan.name} answers with {count} classes, the data have {len(data.classes)} ({', '.join(data.classes[:3])}, ...); "
+            "build the network for these data"
+        )
+    return data
+
+
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """The randomness of one epoch, from the seed and its number alone: resuming needs no stored state."""
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
@@ -307,8 +328,9 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     train = recipe.train
     rate = torch.tensor(train.lr, device=device) if device.type == "cuda" else train.lr
     fused = True if device.type == "cuda" else None
-    spared = [] if train.decay_norms else [p for p in net.parameters() if p.dim() < 2]
-    decayed = [p for p in net.parameters() if train.decay_norms or p.dim() >= 2]
+    trained = [p for p in net.parameters() if p.requires_grad]
+    spared = [] if train.decay_norms else [p for p in trained if p.dim() < 2]
+    decayed = [p for p in trained if train.decay_norms or p.dim() >= 2]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return torch.optim.SGD(
         [group for group in groups if group["params"]],

@@ -1,20 +1,53 @@
-"""The loss of every stage. In: logits and labels. Out: scalars on the graph. Knows neither networks nor steps."""
+"""The loss of every stage. In: outputs and targets. Out: scalars on the graph. Knows neither networks nor steps."""
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from nestling.errors import NestlingError
+from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 
 
 def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | None = None) -> Tensor:
-    """Cross-entropy of one stage; with `distill`, it also learns from a teacher's soft answer."""
-    loss = F.cross_entropy(logits.float(), y, label_smoothing=train.smoothing)
+    """What one stage's output is to learn; with `distill`, also from a teacher's answer."""
+    loss = task_loss(train, y)(logits.float(), y)
     if teacher is None or not train.distill:
         return loss
+    return (1 - train.distill) * loss + train.distill * imitation(logits.float(), teacher.detach().float(), y, train)
+
+
+def task_loss(train: TrainRecipe, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
+    where they are numbers."""
+    if train.loss:
+        return handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
+    if y.is_floating_point():
+        return squared_error
+    return lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=train.smoothing)
+
+
+def squared_error(found: Tensor, y: Tensor) -> Tensor:
+    if found.shape != y.shape:
+        raise NestlingError(
+            f"the network's output has shape {tuple(found.shape)}, the targets {tuple(y.shape)}; expected one number for each"
+        )
+    return F.mse_loss(found, y)
+
+
+def imitation(found: Tensor, teacher: Tensor, y: Tensor, train: TrainRecipe) -> Tensor:
+    """How far an output is from the teacher's: of classes as distributions (KL), of numbers squared."""
+    if found.shape != teacher.shape:
+        raise NestlingError(
+            f"the teacher's output has shape {tuple(teacher.shape)}, the network's {tuple(found.shape)}; expected the same task"
+        )
+    if y.is_floating_point():
+        return F.mse_loss(found, teacher)
     t = train.distill_temperature
-    target = (teacher.detach().float() / t).softmax(1)
-    soft = F.kl_div((logits.float() / t).log_softmax(1), target, reduction="batchmean") * t * t
-    return (1 - train.distill) * loss + train.distill * soft
+    target = (teacher / t).softmax(1)
+    soft = F.kl_div((found / t).log_softmax(1), target, reduction="batchmean") * t * t
+    return soft / (found[0, 0].numel())  # of dense answers the mean over pixels, as the loss is
 
 
 def stage_losses(

@@ -16,6 +16,7 @@ from nestling.gradients.combiners.greedy import Greedy
 from nestling.gradients.contract import Combiner
 from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
+from nestling.nets.modes import all_trains
 from nestling.recipes.recipe import Recipe
 from nestling.train.losses import stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
@@ -34,16 +35,15 @@ class Step:
     ) -> None:
         self.net, self.optimizer, self.train = net, optimizer, recipe.train
         self.device = next(net.parameters()).device
-        self.parameters = list(net.parameters())
+        self.parameters = [p for p in net.parameters() if p.requires_grad]
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
         self.teacher: Teacher | None = None
         if recipe.train.teacher:
             self.teacher = Teacher(recipe.train, net, faster if compiled else None)
         self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
-        fast = (
-            compiled and self.greedy is None
-        )  # what greedy training freezes, our kernels and torch.compile do not see
+        # What is frozen, by greedy training or by the network's owner, our kernels and torch.compile do not see.
+        fast = compiled and self.greedy is None and all_trains(net)
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if fast else net
         self.combine: Combiner[Report] | None = None
         self.tasks: Tasks | None = None
@@ -81,7 +81,7 @@ class Step:
             self.greedy.close()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.train.channels_last:
+        if self.train.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         self.optimizer.zero_grad(set_to_none=True)
         losses = self.gradients(x, y)
@@ -103,7 +103,8 @@ class Step:
         losses_now = stage_losses(logits, y, self.train, teacher)
         source = self.greedy or self.rows
         assert source is not None
-        self.report = source.backward(losses_now)
+        # A stage of which nothing trains, as the last of a network that is kept, has a loss but no gradient.
+        self.report = source.backward([loss if loss.requires_grad else None for loss in losses_now])
         return torch.stack([loss.detach() for loss in losses_now])
 
 

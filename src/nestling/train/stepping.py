@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestling.data import MemorySplit, Split
 from nestling.data.augment import augment, draws
+from nestling.data.own import LoaderSplit
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
 from nestling.kernels import HIGH_PRIORITY
@@ -23,7 +24,9 @@ from nestling.train.step import Step
 
 
 def steps_per_epoch(split: Split, batch: int) -> int:
-    """Full batches only: every step then sees the same number of images, as a captured graph must."""
+    """Full batches only: every step then sees the same number of images, as a captured graph must. A DataLoader has its own."""
+    if isinstance(split, LoaderSplit):
+        return split.steps
     if len(split) < batch:
         raise NestlingError(f"train.batch={batch} is more than the {len(split)} training images; lower train.batch.")
     return len(split) // batch

@@ -18,6 +18,7 @@ from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
 from nestling.kernels import HIGH_PRIORITY, Fused, Kept, suits
 from nestling.nets import NestedNet
+from nestling.nets.modes import all_trains
 from nestling.nets.within import can_live_within, leads, memory_order, positions, within
 from nestling.recipes.recipe import TrainRecipe
 from nestling.train.losses import inner_teacher, stage_loss
@@ -25,10 +26,10 @@ from nestling.train.losses import inner_teacher, stage_loss
 
 def worth_own_subnets(net: NestedNet) -> bool:
     """On CUDA wherever possible (tasks run side by side); on a CPU where width is nested, since there a shared forward
-    pass makes every task pay the full width, while in depth it is the cheaper way."""
+    pass makes every task pay the full width, while in depth it is the cheaper way. Not where parts are frozen."""
     masked = any(getattr(module, "mask", None) is not None for module in net.modules())
     on_cuda = next(net.parameters()).device.type == "cuda"
-    return len(net.plan.heads) > 1 and (masked or on_cuda) and can_live_within(net.plan)
+    return len(net.plan.heads) > 1 and (masked or on_cuda) and can_live_within(net.plan) and all_trains(net)
 
 
 def faster(net: NestedNet, train: TrainRecipe) -> Any:

@@ -1,16 +1,18 @@
-"""A trained network that teaches another: the last stage of a run, asked about every training batch.
+"""A trained network that teaches another: the last stage of a run, or a module of the user's, asked about every training batch.
 
-In: a run's folder and the pupil. Out: logits, without gradients. Like the pupil it normalises by the batch's own
-statistics, and keeps no count of them. It changes nothing about its run.
+In: a run's folder or a function that gives a module, and the pupil. Out: logits, without gradients. A run's network normalises
+by the batch's own statistics, like the pupil, and keeps no count of them; a module answers as in evaluation. Neither is changed.
 """
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan
+from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 from nestling.runs.open import load
 
@@ -19,6 +21,10 @@ class Teacher:
     """Callable: images to the logits of the teacher's last stage. `faster` makes a network's forward pass quick."""
 
     def __init__(self, train: TrainRecipe, pupil: NestedNet, faster: Any = None) -> None:
+        self.net: Any
+        if ":" in train.teacher:
+            self.net = alone(train.teacher, next(pupil.parameters()))
+            return
         net = last_stage(train.teacher)
         check(train.teacher, net.plan, pupil.plan)
         memory = torch.channels_last if train.channels_last else torch.contiguous_format
@@ -27,12 +33,27 @@ class Teacher:
         for module in net.modules():
             if hasattr(module, "track_running_stats"):
                 module.track_running_stats = False
-        self.net: Any = faster(net, train) if faster else net
+        self.net = faster(net, train) if faster else net
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.net(x)[-1]
-        return logits.detach()
+        return answer(self.net(x))
+
+
+def answer(found: Any) -> Tensor:
+    """What a module answers; of several answers the last."""
+    logits = found[-1] if isinstance(found, tuple | list) else found
+    if not isinstance(logits, Tensor):
+        raise NestlingError(f"the teacher answers with a {type(logits).__name__}; expected a tensor")
+    return logits.detach()
+
+
+def alone(name: str, like: Tensor) -> nn.Module:
+    """A copy of the user's module, in evaluation, where the pupil is."""
+    module = handed(name, "its teacher", "--teacher {0} (in Python nestling.fit(..., teacher=...))")()
+    if not isinstance(module, nn.Module):
+        raise NestlingError(f"{name} gives a {type(module).__name__}; expected a torch module that teaches")
+    return copy.deepcopy(module).to(like.device).eval().requires_grad_(False)
 
 
 def last_stage(path: str) -> NestedNet:

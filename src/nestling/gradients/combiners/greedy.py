@@ -6,7 +6,7 @@ same tensor or not, and their batch statistics. In come a net, its owners and an
 place of nestling.backward, `set_epoch` goes from stage to stage. It knows neither data nor learning rates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class Greedy:
     """`epochs` for each stage; call `set_epoch` before each epoch and `backward(losses)` in each step.
 
     `owners` as for nestling.backward; by default the net's own. `stage` and `epoch` (within the stage, for the
-    learning rate) say where it stands. The optimizer's state starts anew with every stage.
+    learning rate) say where it stands. The optimizer's state starts anew with every stage. Stages all frozen have no turn.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Greedy:
         self.owners = {name: given[name].expand_as(p).to(p.device) for name, p in net.named_parameters()}
         masks = [int(mask.max()) for mask in self.owners.values() if mask.numel()]
         self.stages = max((mask.bit_length() for mask in masks), default=1)
+        self.trained = [stage for stage in range(1, self.stages + 1) if not self._frozen(stage)]
         self.stage = 0
         self.epoch = 0
         self.rows: Accumulator[Report] | None = None
@@ -64,17 +65,27 @@ class Greedy:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch of the whole training, counted from 0. Mid-stage the optimizer keeps its state."""
-        stage, self.epoch = stage_of(epoch, self.epochs, self.stages)
-        if stage != self.stage:
-            self.start(stage, anew=self.epoch == 0)
+        turn, self.epoch = stage_of(epoch, self.epochs, len(self.trained))
+        if self.trained[turn - 1] != self.stage:
+            self.start(self.trained[turn - 1], anew=self.epoch == 0)
+
+    def _born(self, stage: int) -> dict[str, Tensor]:
+        """Per parameter, the entries that the task of a stage owns and no earlier one does."""
+        task, earlier = 1 << (stage - 1), (1 << (stage - 1)) - 1
+        return {name: (mask & task != 0) & (mask & earlier == 0) for name, mask in self.owners.items()}
+
+    def _frozen(self, stage: int) -> bool:
+        """Whether all that a stage would train is frozen, as in a network that is kept: it has no turn then."""
+        born = self._born(stage)
+        mine = [p for name, p in self.net.named_parameters() if bool(born[name].any())]
+        return bool(mine) and not any(p.requires_grad for p in mine)
 
     def start(self, stage: int, anew: bool = True) -> None:
         """Train this stage (from 1) from here on; everything outside it stays as it is now."""
         self._thaw()
         self.stage = stage
-        task, earlier = 1 << (stage - 1), (1 << (stage - 1)) - 1
-        trains = {name: (mask & task != 0) & (mask & earlier == 0) for name, mask in self.owners.items()}
-        named = [(name, p) for name, p in self.net.named_parameters() if bool(trains[name].any())]
+        trains = self._born(stage)
+        named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad and bool(trains[name].any())]
         if not named:
             raise NestlingError(f"stage {stage} owns nothing that no earlier stage owns: nothing is left to train")
         if anew:  # only here: the questions above have waited for the device, which may have been using it
@@ -88,7 +99,7 @@ class Greedy:
             if isinstance(module, _BatchNorm) and f"{name}.weight" in trains:
                 self._freeze_statistics(module, trains[f"{name}.weight"])
 
-    def backward(self, losses: "tuple[Tensor, ...] | list[Tensor]") -> Report:
+    def backward(self, losses: Sequence[Tensor | None]) -> Report:
         """Fill `.grad` with the gradient of the stage's own loss where the stage trains; zero or None elsewhere."""
         if self.rows is None:
             raise NestlingError("no stage has begun: call set_epoch or start first")

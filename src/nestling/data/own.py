@@ -1,0 +1,209 @@
+"""Data of the user's own: tensors, a torch Dataset or a DataLoader for training, and one of them for the test.
+
+In: (inputs, targets) tensors, or anything that gives such pairs. Out: a DataSet. uint8 images in tensors lie on the device and
+are normalised by the training images' statistics, as ours are; whatever else comes is taken as the network takes it. A
+DataLoader keeps its own order and batches: torch's randomness is seeded for each epoch, so that a resumed run sees the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from nestling.data.dataset import DataSet, channel_statistics
+from nestling.data.split import Batch, MemorySplit, Split, check_batch, slices
+from nestling.errors import NestlingError
+from nestling.recipes.code import handed
+from nestling.recipes.recipe import DataRecipe
+
+HOW = "--data {0} (in Python nestling.resolve(run, data=...))"
+EXPECTED = "expected (inputs, targets) tensors, a torch Dataset of such pairs, or a DataLoader of batches of them"
+
+
+def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
+    """The data that the recipe's function gives: (training, test)."""
+    given = handed(recipe.root, "its data", HOW)()
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise NestlingError(
+            f"{recipe.root} gives a {type(given).__name__}; expected a pair (training, test), {EXPECTED}"
+        )
+    if recipe.validation or recipe.limit:
+        raise NestlingError(
+            "data.validation and data.limit choose among our data sets; hand over the part you mean instead"
+        )
+    return dataset(given[0], given[1], torch.device(device))
+
+
+def dataset(train: Any, test: Any, device: torch.device) -> DataSet:
+    """Both parts as splits. Classes are named by the data (`.classes`, as in torchvision), or not at all."""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    if is_pictures(train):
+        mean, std = channel_statistics(train[0].cpu())
+        std = tuple(max(value, 1 / 255) for value in std)  # a channel of one colour
+    splits = [split_of(part, device, mean, std, name) for part, name in ((train, "training"), (test, "test"))]
+    x, _ = next(iter(splits[1].batches(1)))
+    named = (
+        getattr(part, "classes", ()) or getattr(getattr(part, "dataset", None), "classes", ()) for part in (train, test)
+    )
+    classes = next((tuple(map(str, names)) for names in named if names), ())
+    return DataSet("own", splits[0], splits[1], classes, mean, std, tuple(x.shape[1:]))
+
+
+def is_pictures(part: Any) -> bool:
+    return isinstance(part, tuple | list) and len(part) == 2 and part[0].dtype == torch.uint8 and part[0].dim() == 4
+
+
+def split_of(part: Any, device: torch.device, mean: tuple[float, ...], std: tuple[float, ...], name: str) -> Split:
+    if isinstance(part, TensorDataset):
+        part = part.tensors
+    if isinstance(part, DataLoader):
+        return LoaderSplit(part, device, name)
+    if isinstance(part, Dataset):
+        return ItemSplit(part, device, name)
+    if isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(each, Tensor) for each in part):
+        inputs, targets = part[0], part[1]
+        if len(inputs) != len(targets) or not len(inputs):
+            raise NestlingError(
+                f"the {name} data have {len(inputs)} inputs and {len(targets)} targets; expected as many of both"
+            )
+        if is_pictures(part) and not mean:
+            raise NestlingError("the test images are uint8 and those of training are not; hand over both in one form")
+        if mean:
+            centre, scale = (torch.tensor(value, device=device) for value in (mean, std))
+            return MemorySplit(inputs.contiguous().to(device), targets.to(device), centre, scale)
+        return TensorSplit(inputs.to(device), targets.to(device))
+    raise NestlingError(f"the {name} data are a {type(part).__name__}; {EXPECTED}")
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSplit:
+    """Inputs as the network takes them, and their targets, on the device."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batches(
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
+    ) -> Iterator[Batch]:
+        check_batch(batch, len(self), generator, augment, drop_last)
+        order = None if generator is None else torch.randperm(len(self), generator=generator).to(self.inputs.device)
+        for start, stop in slices(len(self), batch, drop_last):
+            chosen = slice(start, stop) if order is None else order[start:stop]
+            yield self.inputs[chosen], self.labels[chosen]
+
+    def pictures(self, indices: Tensor) -> Tensor:
+        return as_pictures(self.inputs[indices.to(self.inputs.device)].cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class ItemSplit:
+    """A torch Dataset of (input, target), read while it is used."""
+
+    items: Any
+    device: torch.device
+    name: str
+
+    def __len__(self) -> int:
+        try:
+            return len(self.items)
+        except TypeError as error:
+            raise NestlingError(
+                f"the {self.name} data are a {type(self.items).__name__} without a length; hand over a DataLoader that has one"
+            ) from error
+
+    @property
+    def labels(self) -> Tensor:
+        return labels_of(self.items, self.device)
+
+    def batches(
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
+    ) -> Iterator[Batch]:
+        check_batch(batch, len(self), generator, augment, drop_last)
+        order = list(range(len(self))) if generator is None else torch.randperm(len(self), generator=generator).tolist()
+        parts = [order[start:stop] for start, stop in slices(len(self), batch, drop_last)]
+        loader: DataLoader[Any] = DataLoader(self.items, batch_sampler=parts, generator=torch.Generator())
+        yield from (on_device(each, self.device, self.name) for each in loader)
+
+    def pictures(self, indices: Tensor) -> Tensor:
+        return as_pictures(torch.stack([torch.as_tensor(self.items[int(i)][0]) for i in indices]))
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderSplit:
+    """A DataLoader with its own batches, whose size and order are its own business."""
+
+    loader: Any
+    device: torch.device
+    name: str
+
+    def __len__(self) -> int:
+        try:
+            return len(self.loader.dataset)
+        except TypeError:
+            return self.steps * (self.loader.batch_size or 1)
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        try:
+            return len(self.loader)
+        except TypeError as error:
+            raise NestlingError(
+                f"the {self.name} loader has no length; give it one (__len__), so that epochs end"
+            ) from error
+
+    @property
+    def labels(self) -> Tensor:
+        return labels_of(self.loader.dataset, self.device)
+
+    def batches(
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
+    ) -> Iterator[Batch]:
+        yield from (on_device(each, self.device, self.name) for each in self.loader)
+
+    def pictures(self, indices: Tensor) -> Tensor:
+        """Of a test loader, which is taken to come in the same order each time."""
+        wanted, kept, at = set(indices.tolist()), [], 0
+        for x, _ in self.batches(0):
+            kept += [x[i].cpu() for i in range(len(x)) if at + i in wanted]
+            at += len(x)
+        return as_pictures(torch.stack(kept))
+
+
+def on_device(batch: Any, device: torch.device, name: str) -> Batch:
+    """A batch as (inputs, targets) on the device."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+        raise NestlingError(f"the {name} data give a {type(batch).__name__}; {EXPECTED}")
+    x, y = batch
+    if not isinstance(y, Tensor):
+        raise NestlingError(f"the {name} data give targets of type {type(y).__name__}; expected a tensor of them")
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def labels_of(items: Any, device: torch.device) -> Tensor:
+    """The targets of a Dataset that keeps them in one place (as torchvision's do); empty where it does not."""
+    found = getattr(items, "targets", getattr(items, "labels", None))
+    if found is None and isinstance(items, TensorDataset) and len(items.tensors) == 2:
+        found = items.tensors[1]
+    try:
+        return torch.as_tensor(found, device=device) if found is not None else torch.zeros(0, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        return torch.zeros(0, dtype=torch.int64)
+
+
+def as_pictures(x: Tensor) -> Tensor:
+    """Inputs as people can look at them: from the darkest to the brightest value of each image."""
+    if x.dtype == torch.uint8:
+        return x
+    flat = x.float().flatten(1)
+    low, high = flat.min(1).values, flat.max(1).values
+    shape = (-1, *[1] * (x.dim() - 1))
+    scaled = (x.float() - low.view(shape)) / (high - low).clamp(min=1e-12).view(shape)
+    return (255 * scaled).round().to(torch.uint8)

@@ -1,0 +1,28 @@
+"""Modes of a network's modules: evaluation for a while, and what its owner has put into evaluation left there.
+
+In: a network in training, of which some modules (batch norms of a frozen part) may be in evaluation. Knows nothing of what is
+computed meanwhile.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """The network in evaluation; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        net.train(modes[0][1])  # what is made of it, such as its stages, follows
+        for module, mode in modes:
+            module.training = mode
+
+
+def all_trains(net: nn.Module) -> bool:
+    """Whether nothing of it is frozen or stays in evaluation."""
+    return all(p.requires_grad for p in net.parameters()) and all(module.training for module in net.modules())

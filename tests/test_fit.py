@@ -1,0 +1,268 @@
+"""Networks of the user's own: `nestling.fit` leaves a run folder that everything else opens, and no code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import nestling
+from nestling import NestlingError
+from nestling.commands import evaluate, export, predict, profile, report
+from nestling.data import load
+from nestling.files import CHECKPOINT, RECIPE
+from nestling.recipes.code import HANDED
+from nestling.recipes.recipe import DataRecipe
+from nestling.recipes.strategies import STRATEGIES
+from nestling.runtime.portable import Portable
+
+Pair = tuple[Tensor, Tensor]
+
+
+def digits(count: int = 256) -> tuple[Pair, Pair]:
+    """Real images as they lie in files, and their labels: (training, test)."""
+    found: Any = load(DataRecipe(name="digits"))
+    return (found.train.images[:count], found.train.labels[:count]), (found.test.images, found.test.labels)
+
+
+def floats(pair: Pair) -> Pair:
+    return pair[0].float() / 255 - 0.3, pair[1]
+
+
+def backbone(drop: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(drop),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+def nested() -> nestling.NestedNet:
+    return nestling.nest(backbone(), "w,w", shape=(1, 8, 8))
+
+
+def state(net: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+def errors_of(run: Any) -> list[float]:
+    return [row["error"] for row in run.results["stages"]]
+
+
+def test_everything_else_opens_what_fit_leaves(tmp_path: Path) -> None:
+    (train, test), net, teacher = digits(1437), nested(), backbone()
+    run = nestling.fit(net, train, test, teacher=teacher, out=tmp_path / "mine", epochs=4, quiet=True)
+    assert errors_of(run)[-1] < 0.7 and run.results["n"] == 360
+    assert 0 <= run.results["teacher"]["error"] <= 1
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in run.net().state_dict().items())
+    again = evaluate.command(str(run.path), device="cpu")
+    assert [row["error"] for row in again["stages"]] == errors_of(run) and again["stored"]
+    assert nestling.resolve(run.path).results["teacher"] == run.results["teacher"]  # evaluating anew does not lose it
+    assert len(profile.command(str(run.path), device="cpu", repeats=3)["stages"]) == 3
+    page = tmp_path / "report.html"
+    report.command((str(run.path),), str(page))
+    assert "osgd" in page.read_text()
+    picture = tmp_path / "digit.png"
+    Image.fromarray(test[0][0, 0].numpy()).save(picture)
+    said = predict.command(str(run.path), (str(picture),), device="cpu")["images"][0]["answer"]
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.answer(test[0][0]).label == said["label"]
+        assert runtime.stop_when_sure(0.01).images == 180
+    folder = export.command(str(run.path))["folder"]
+    with Portable(folder) as portable:
+        assert portable.answer(test[0][0].numpy()).label == said["label"]
+
+
+def test_a_folder_holds_data_and_never_code(tmp_path: Path) -> None:
+    train, test = digits(64)
+    nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, quiet=True)
+    assert {path.suffix for path in (tmp_path / "mine").iterdir() if path.is_file()} <= {
+        ".json",
+        ".jsonl",
+        ".safetensors",
+    }
+    network = json.loads((tmp_path / "mine" / RECIPE).read_text())["network"]
+    HANDED.pop(network["name"])
+    with pytest.raises(NestlingError, match="a folder holds no code"):
+        nestling.load(tmp_path / "mine")
+    assert nestling.load(tmp_path / "mine", build=nested).plan.stages == 3
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    classes = tuple("abcdefghij")
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = floats(pair)
+
+    def __len__(self) -> int:
+        return len(self.pair[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.pair[0][index], int(self.pair[1][index])
+
+
+def forms() -> dict[str, tuple[Any, Any]]:
+    train, test = digits(128)
+    return {
+        "uint8 tensors": (train, test),
+        "float tensors": (floats(train), floats(test)),
+        "TensorDataset": (TensorDataset(*floats(train)), TensorDataset(*floats(test))),
+        "Dataset": (Pictures(train), Pictures(test)),
+        "DataLoader": (DataLoader(Pictures(train), 32, shuffle=True), DataLoader(Pictures(test), 100)),
+    }
+
+
+@pytest.mark.parametrize("form", list(forms()))
+def test_data_come_in_any_form(form: str, tmp_path: Path) -> None:
+    train, test = forms()[form]
+    run = nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, batch=32, quiet=True)
+    assert run.results["n"] == 360 and len(run.read_log()) == 1
+    assert run.results["classes"] == list("abcdefghij" if "Data" in form and "Tensor" not in form else "0123456789")
+    assert run.images(8).shape == (8, 1, 8, 8)
+    assert evaluate.command(str(run.path), device="cpu")["stages"][0]["error"] == errors_of(run)[0]
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.answer(run.images(1)[0]).stage == 3
+
+
+def test_a_data_set_by_name_and_a_folder_of_pictures(tmp_path: Path) -> None:
+    run = nestling.fit(nested(), "digits", out=tmp_path / "named", epochs=1, quiet=True)
+    assert run.results["data"] == "digits"
+    images, labels = digits()[1]
+    for part in ("train", "val"):
+        for index in range(40):
+            place = tmp_path / "pictures" / part / str(int(labels[index]))
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images[index, 0].numpy()).convert("RGB").save(place / f"{index}.png")
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    net = nestling.nest(module, "w", shape=(3, 8, 8))
+    run = nestling.fit(net, str(tmp_path / "pictures"), out=tmp_path / "folder", epochs=1, batch=8, quiet=True)
+    assert run.results["classes"] == sorted("0123456789") and run.results["n"] == 40
+
+
+def test_only_what_needs_gradients_is_trained_and_what_is_in_evaluation_stays(tmp_path: Path) -> None:
+    train, test = digits(64)
+    net = nested().train()
+    frozen = net.get_submodule("1").eval()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    before, kept = state(net), state(frozen)
+    nestling.fit(net, train, test, out=tmp_path / "mine", epochs=2, batch=32, quiet=True)
+    assert all(torch.equal(frozen.state_dict()[key], value) for key, value in kept.items())
+    assert not frozen.training and net.training
+    changed = {key for key, value in net.state_dict().items() if not torch.equal(before[key], value)}
+    assert "0.weight" in changed and "4.running_mean" in changed
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_exits_train_by_every_strategy_and_the_backbone_stays(strategy: str, tmp_path: Path) -> None:
+    (train, test), module = digits(128), backbone().eval()
+    net = nestling.exits(module, at=(0.3,), shape=(1, 8, 8))
+    x = floats(test)[0]
+    before = net.eval()(x)
+    run = nestling.fit(
+        net, train, test, teacher=module, out=tmp_path / "mine", epochs=1, batch=32, strategy=strategy, quiet=True
+    )
+    assert len(run.read_log()) == 1  # greedy training gives no turn to a stage of which nothing trains
+    after = net.eval()(x)
+    assert torch.equal(before[-1], after[-1]) and not torch.equal(before[0], after[0])
+
+
+def losses_of(y: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.multi_margin_loss(y, x)
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    train, test = digits(64)
+    run = nestling.fit(nested(), train, test, loss=losses_of, out=tmp_path / "mine", epochs=1, batch=32, quiet=True)
+    assert run.recipe.train.loss.endswith(":losses_of")
+    logits, labels = (run.outputs()[key] for key in ("logits", "labels"))
+    assert run.read_log()[0]["test_loss"][0] == pytest.approx(float(losses_of(logits[0], labels)), abs=1e-5)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Dropout and a shuffling DataLoader draw from torch itself."""
+    train, test = (Pictures(part) for part in digits(96))
+
+    def go(out: str, **more: Any) -> Any:
+        net = nestling.nest(backbone(drop=0.3), "w", shape=(1, 8, 8))
+        loaders = DataLoader(train, 32, shuffle=True), DataLoader(test, 64)
+        return nestling.fit(net, *loaders, out=tmp_path / out, epochs=3, quiet=True, **more)
+
+    whole = go("whole")
+    stopped = go("parts", seconds=0.0)
+    assert stopped.has(CHECKPOINT) and not stopped.results
+    assert 'nestling.fit(..., out="' in stopped.going_on()
+    resumed = go("parts", resume=True)
+    assert errors_of(resumed) == errors_of(whole)
+    mine, theirs = resumed.net().state_dict(), whole.net().state_dict()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda out: nestling.fit(backbone(), "digits", out=out), "make it anytime first"),
+        (lambda out: nestling.fit(backbone, "digits", out=out), "say how it becomes anytime"),
+        (lambda out: nestling.fit(nested, "digits", out=out, way="nest()"), "a nested network already"),
+        (lambda out: nestling.fit(backbone, "digits", out=out, way="nets()"), "did you mean nest"),
+        (lambda out: nestling.fit(backbone, "digits", out=out, way="nest(growth=open('x'))"), "expected a way"),
+        (lambda out: nestling.fit(nested(), "digit", out=out), "and no test data"),
+        (lambda out: nestling.fit(nested(), [1], [2], out=out), "the training data are a list"),
+        (lambda out: nestling.fit("nowhere.py:build", "digits", out=out), "there is no file nowhere.py"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(wrong: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(NestlingError, match=match):
+        wrong(tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
+SCRIPT = """
+import torch, nestling
+from pathlib import Path
+from sklearn.datasets import load_digits
+from torch import nn
+
+with open("ran.txt", "a") as file:
+    file.write("ran\\n")
+
+def module():
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *head)
+
+def loaders():
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images[:, None] / 16).float(), torch.tensor(digits.target)
+    return (images[:256], labels[:256]), (images[1500:], labels[1500:])
+"""
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nestling", *words, "--json"], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_line_trains_what_a_file_builds_and_runs_it_only_when_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words = ("mine.py:module", "--data", "mine.py:loaders", "--way", 'nest("w")', "--set", "train.epochs=1", "--quiet")
+    done = command(tmp_path, "train", *words, "--teacher", "mine.py:module", "--out", "runs/mine")
+    assert not done.returncode, done.stderr
+    assert len(json.loads(done.stdout)["stages"]) == 2
+    log = tmp_path / "ran.txt"
+    log.unlink()
+    refused = command(tmp_path, "evaluate", "runs/mine")
+    assert refused.returncode == 1 and "--data mine.py:loaders" in json.loads(refused.stdout)["error"]
+    refused = command(tmp_path, "train", "--resume", "runs/mine")
+    assert "name it again" in json.loads(refused.stdout)["error"]
+    assert not log.exists(), "code that a folder names was run unasked"
+    found = command(tmp_path, "evaluate", "runs/mine", "--build", "mine.py:module", "--data", "mine.py:loaders")
+    assert not found.returncode, found.stderr
+    assert json.loads(found.stdout)["stages"] == json.loads(done.stdout)["stages"]
