@@ -15,11 +15,11 @@ from typing import Any
 
 from nestling.errors import NestlingError, nearest
 
-Function = Callable[..., Any]
-HANDED: dict[str, Function] = {}  # what this process may call, by the name that recipes use
+UserFunction = Callable[..., Any]
+HANDED: dict[str, UserFunction] = {}  # what this process may call, by the name that recipes use
 
 
-def hand_over(given: str | Function, name: str = "") -> str:
+def hand_over(given: str | UserFunction, name: str = "") -> str:
     """Let this process use a function, under its own name or another; a name is looked up now, which runs its file."""
     function = function_at(given) if isinstance(given, str) else given
     known = name or (given if isinstance(given, str) else name_of(function))
@@ -32,11 +32,11 @@ def hand_object(given: Any, label: str, before: str = "") -> str:
     name, count = before or f":{label}", 2
     while not before and name in HANDED and getattr(HANDED[name], "given", None) is not given:
         name, count = f":{label} {count}", count + 1
-    HANDED[name] = Object(given)
+    HANDED[name] = HandedObject(given)
     return name
 
 
-class Object:
+class HandedObject:
     """An object in the place of the function that would give it."""
 
     def __init__(self, given: Any) -> None:
@@ -46,7 +46,7 @@ class Object:
         return self.given
 
 
-def handed(name: str, what: str, how: str) -> Function:
+def handed(name: str, what: str, how: str) -> UserFunction:
     """The function of that name, if it was handed over. `what` it is and `how` to name it, for the message."""
     if name in HANDED:
         return HANDED[name]
@@ -57,7 +57,7 @@ def handed(name: str, what: str, how: str) -> Function:
     )
 
 
-def name_of(function: Function) -> str:
+def name_of(function: UserFunction) -> str:
     """Where a function can be found again: `my_file.py:build` for a script, else `package.module:function`."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__name__)
     if module != "__main__":
@@ -74,7 +74,7 @@ def shown(file: Path) -> str:
         return str(file.resolve())
 
 
-def function_at(name: str) -> Function:
+def function_at(name: str) -> UserFunction:
     """The function at `my_file.py:function` (the file is run, its folder may be imported from, as when Python runs it) or at
     `package.module:function` (imported; the current folder counts)."""
     place, colon, attribute = name.rpartition(":")
@@ -91,7 +91,7 @@ def function_at(name: str) -> Function:
         found = getattr(found, part)
     if not callable(found):
         raise NestlingError(f"{name} is a {type(found).__name__}; expected a function")
-    function: Function = found
+    function: UserFunction = found
     return function
 
 

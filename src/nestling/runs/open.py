@@ -20,7 +20,7 @@ from nestling.data.augment import normalise
 from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, RESULTS, WEIGHTS
 from nestling.nets import NestedNet, build
-from nestling.recipes.code import Function, hand_over
+from nestling.recipes.code import UserFunction, hand_over
 from nestling.recipes.recipe import Recipe
 from nestling.runs.evaluate import about
 from nestling.runs.folder import SHIPPED, RunDir
@@ -113,7 +113,7 @@ class OpenedRun(RunDir):
 
 
 def resolve(
-    source: str | Path | RunDir, build: str | Function | None = None, data: str | Function | None = None
+    source: str | Path | RunDir, build: str | UserFunction | None = None, data: str | UserFunction | None = None
 ) -> OpenedRun:
     """The run of that name or at that path; a path goes first.
 
@@ -141,7 +141,7 @@ def opened(source: str | Path | RunDir) -> OpenedRun:
 
 
 def load(
-    name: str | Path | RunDir, device: torch.device | str = "cpu", build: str | Function | None = None
+    name: str | Path | RunDir, device: torch.device | str = "cpu", build: str | UserFunction | None = None
 ) -> NestedNet:
     """The trained network of that name, or that of a run's folder, ready to answer. `net.answers(x)` takes images normalised
     as its results say. `build`: of a network of your own, the function that builds it."""

@@ -19,7 +19,7 @@ from nestling.data.dataset import DataSet
 from nestling.errors import NestlingError
 from nestling.files import RECIPE, RESULTS
 from nestling.nets import NestedNet
-from nestling.recipes.code import Function, hand_object, hand_over, handed
+from nestling.recipes.code import UserFunction, hand_object, hand_over, handed
 from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
 from nestling.runs.device import pick_device
 from nestling.runs.evaluate import errors
@@ -33,11 +33,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def fit(
-    net: NestedNet | Function | str,
+    net: NestedNet | UserFunction | str,
     train: Any,
     test: Any = None,
     *,
-    teacher: "nn.Module | Function | str | None" = None,
+    teacher: "nn.Module | UserFunction | str | None" = None,
     loss: Loss | str | None = None,
     out: str | Path = "runs/mine",
     epochs: int = 20,
@@ -45,7 +45,7 @@ def fit(
     lr: float = 0.05,
     strategy: str = "osgd",
     way: str = "",
-    build: Function | str | None = None,
+    build: UserFunction | str | None = None,
     set: Sequence[str] = (),
     resume: bool = False,
     seconds: float = inf,
@@ -92,7 +92,7 @@ def fit(
     return run
 
 
-def network_name(net: NestedNet | Function | str, build: Function | str | None, before: str) -> str:
+def network_name(net: NestedNet | UserFunction | str, build: UserFunction | str | None, before: str) -> str:
     """What the recipe calls it: the function that builds it. A network at hand is trained itself."""
     if not isinstance(net, NestedNet):
         if isinstance(net, nn.Module):
@@ -128,7 +128,7 @@ def data_recipe(train: Any, test: Any, net: Any, before: str) -> DataRecipe:
     )
 
 
-def taught_by(teacher: "nn.Module | Function | str | None", before: str) -> dict[str, Any]:
+def taught_by(teacher: "nn.Module | UserFunction | str | None", before: str) -> dict[str, Any]:
     """The recipe's fields about a teacher."""
     if teacher is None:
         return {}
