@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import nestling
 from nestling.errors import NestlingError
-from nestling.nets.exits import Exits, exits
+from nestling.nets.exits import exits
+from nestling.nets.extended import Extended
 
 IMAGE = (3, 16, 16)
 
@@ -125,7 +126,7 @@ def test_the_last_answer_is_the_modules_own(what: str) -> None:
             assert layer.running_mean is not None
             layer.running_mean.normal_()
     net = exits(module, at, IMAGE)
-    assert module.training and isinstance(net, Exits) and len(net.plan.heads) == len(at) + 1
+    assert module.training and isinstance(net, Extended) and len(net.plan.heads) == len(at) + 1
     for batch in (1, 5):
         x = torch.randn(batch, *IMAGE)
         with torch.no_grad():

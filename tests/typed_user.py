@@ -37,6 +37,7 @@ from nestling import (
     export_net,
     fit,
     from_deadlines,
+    keep,
     load,
     nest,
     override,
@@ -56,8 +57,11 @@ def open_a_network(path: Path) -> NestedNet:
     return load(path, device="cpu")
 
 
-def make_a_network(backbone: nn.Module) -> tuple[NestedNet, NestedNet]:
-    return nest(backbone, "w,w", shape=(3, 32, 32)), exits(backbone, at=(0.25, 0.5))
+def make_a_network(backbone: nn.Module) -> tuple[NestedNet, NestedNet, NestedNet]:
+    kept = keep(backbone, stripes=(1 / 8, 1 / 4), budget=0.3)
+    assert_type(kept.overhead, float)
+    torch.optim.SGD(kept.new_parameters(), 0.1)
+    return nest(backbone, "w,w", shape=(3, 32, 32)), exits(backbone, at=(0.25, 0.5)), kept
 
 
 def fit_a_network(net: NestedNet, images: Tensor, labels: Tensor, teacher: nn.Module) -> list[float]:

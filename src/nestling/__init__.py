@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.gradients.combiners.greedy import Greedy
     from nestling.gradients.combiners.priority import from_deadlines
     from nestling.nets.exits import exits
+    from nestling.nets.keep import keep
     from nestling.nets.nest import nest
     from nestling.nets.net import NestedNet
     from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
@@ -59,6 +60,7 @@ __all__ = [
     "export_net",
     "fit",
     "from_deadlines",
+    "keep",
     "load",
     "nest",
     "override",
@@ -73,6 +75,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.gradients.combiners.greedy": ("Greedy",),
     "nestling.gradients.combiners.priority": ("from_deadlines",),
     "nestling.nets.exits": ("exits",),
+    "nestling.nets.keep": ("keep",),
     "nestling.nets.nest": ("nest",),
     "nestling.nets.net": ("NestedNet",),
     "nestling.recipes.recipe": ("DataRecipe", "NetworkRecipe", "Recipe", "StrategyRecipe", "TrainRecipe", "override"),

@@ -105,8 +105,8 @@ def unnested(recipe: NetworkRecipe, classes: int, shape: ImageShape | None) -> P
     """The full-size network with every connection and one head."""
     if recipe.alone:
         return plan(recipe, classes or None, shape)
-    last = plan(replace(recipe, ensemble=False), classes or None, shape).stages
-    return plan(replace(recipe, ensemble=False, alone=last), classes or None, shape)
+    plain = replace(recipe, ensemble=False, early=(), keep="")
+    return plan(replace(plain, alone=plan(plain, classes or None, shape).stages), classes or None, shape)
 
 
 def described(drawn: Plan, whole: Plan) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from nestling.gradients.checks import (
     check_scaler,
     named,
     refuse_hooks,
+    with_graphs,
 )
 from nestling.gradients.contract import Combiner, R, Scaler
 from nestling.gradients.gathered import Gathered
@@ -112,6 +113,7 @@ class Accumulator(Generic[R]):
 
     def _add(self, losses: list[Tensor | None], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
+        losses = with_graphs(losses, self._idle)
         there = [loss for loss in losses if loss is not None]
         self.step.refuse_broken()
         self._follow()
@@ -174,6 +176,11 @@ class Accumulator(Generic[R]):
         if needed not in self.trained:
             self.trained[needed] = Trained(self.given, self.net if self.owners is None else None)
         return self.trained[needed]
+
+    def _idle(self) -> list[int]:
+        """The tasks of which nothing trains, where it is known who owns what."""
+        layout = self._plan().layout
+        return [task for task, size in enumerate(layout.sizes()) if size == 0] if layout is not None else []
 
     def _follow(self) -> None:
         """Parameters may change from step to step."""

@@ -4,7 +4,7 @@ In come parameters and losses as a user gives them; out come trainable parameter
 Knows the failures of torch that per-task backward passes meet.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ def arranged(losses: Losses, names: Sequence[str] | None) -> tuple[list[Tensor |
 
 
 def check_losses(losses: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """The losses as a list; raise unless they are one or more scalars that hang on a graph, or None."""
+    """The losses as a list; raise unless they are one or more scalars, or None."""
     if isinstance(losses, Tensor):
         raise NestlingError(
             f"losses is one tensor of shape {tuple(losses.shape)}: expected a list with one scalar "
@@ -153,13 +153,21 @@ def check_losses(losses: Iterable[Tensor | None]) -> list[Tensor | None]:
             raise NestlingError(
                 f"the loss of task {task} has shape {tuple(loss.shape)}: expected a scalar; take its mean or sum first"
             )
-        if not loss.requires_grad:
+    return losses
+
+
+def with_graphs(losses: list[Tensor | None], idle: Callable[[], Collection[int]]) -> list[Tensor | None]:
+    """The losses, None for those of the tasks that are `idle` (nothing of theirs trains) and have no graph; other losses
+    without one are refused."""
+    lone = [task for task, loss in enumerate(losses) if loss is not None and not loss.requires_grad]
+    for task in lone:
+        if task not in idle():
             raise NestlingError(
                 f"the loss of task {task} has no graph: expected one that depends on the "
                 f"parameters; was it made under no_grad, detached, given to backward before, "
                 f"or from a model in which everything is frozen?"
             )
-    return losses
+    return check_losses([None if task in lone else loss for task, loss in enumerate(losses)]) if lone else losses
 
 
 def nonfinite(losses: Sequence[Tensor | None]) -> list[int]:

@@ -5,7 +5,10 @@ and the sparse links of depth nesting. One rule stands behind all of it: a chann
 born at or before s. Pure: no tensors, and it knows nothing of layers or networks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
 
 from nestling.errors import NestlingError
 
@@ -104,6 +107,21 @@ def grow(order: str, stripes: tuple[int, ...] = ()) -> Growth:
     if any(size < 1 for size in stripes):
         raise NestlingError(f"stripes {stripes}: every stripe needs at least one unit of width, or its stage is empty.")
     return Growth(stripes, stripe_births, level_births, 1 + len(steps))
+
+
+FINEST = 64  # a stripe given as a share of a layer is so many 64ths of it, or a simpler fraction
+
+
+def growth_of(shares: Sequence[float]) -> Growth:
+    """A stripe for each of some shares of a layer's width, and one for the rest."""
+    parts = [max(Fraction(share).limit_denominator(FINEST), Fraction(1, FINEST)) for share in shares]
+    units = lcm(*(part.denominator for part in parts))
+    stripes = [int(part * units) for part in parts]
+    if sum(stripes) >= units:
+        raise NestlingError(
+            f"found the stripes {tuple(shares)}; expected shares of a width that together are below 1, such as 1/8, 1/4"
+        )
+    return grow(",".join("w" for _ in parts), (*stripes, units - sum(stripes)))
 
 
 def alone(growth: Growth, stage: int) -> "Size":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError, nearest
-from nestling.nets.net import NestedNet
+from nestling.nets.extended import Extended
 from nestling.nets.ops import BatchNorm, Conv, Linear, Map, Mean, Opaque
 from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node, Plan
@@ -27,25 +27,6 @@ from nestling.nets.reading.trace import BATCHES, Shape, path_of
 HEADS = ("linear", "conv")
 
 
-class Exits(NestedNet):
-    """A nested network whose backbone stays as it came: in evaluation, frozen. Only its exits train."""
-
-    backbone: tuple[str, ...] = ()
-
-    def train(self, mode: bool = True) -> "Exits":
-        super().train(mode)
-        for name in self.backbone:
-            self.layer(name).eval()
-        return self
-
-    def reset(self, generator: torch.Generator) -> "Exits":
-        """Draw the exits anew; the backbone is somebody's own."""
-        for node in self.plan.nodes:
-            if node.op.layered and node.name not in self.backbone:
-                node.op.reset(self.layer(node.name), generator)
-        return self
-
-
 def exits(
     module: nn.Module,
     at: Sequence[float | str] = (0.25, 0.5),
@@ -54,7 +35,7 @@ def exits(
     width: int = 128,
     name: str = "",
     generator: torch.Generator | None = None,
-) -> Exits:
+) -> Extended:
     """The module with an exit after each place of `at`: a share of its MACs, or the name of one of its modules.
 
     A head is pooling, batch norm and a linear layer; "conv" puts a 3x3 convolution of stride 2 to `width` channels before it.
@@ -68,15 +49,12 @@ def exits(
     with torch.random.fork_rng(devices=[]):  # torch draws weights for every new layer
         made = drawn(reader, places, head, width, net)
     found = made.net
-    assert isinstance(found, Exits)
-    found.backbone = tuple(name for name in made.origins if name in found.plan.by_name)
-    found.requires_grad_(True)
-    for layer in found.backbone:
-        found.layer(layer).requires_grad_(False)
+    assert isinstance(found, Extended)
+    found.hold(name for name in made.origins if name in found.plan.by_name)
     found.reset(generator if generator is not None else torch.Generator().manual_seed(0))
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(0))
     for node in found.plan.nodes:
-        if node.op.layered and node.name not in found.backbone:
+        if node.op.layered and node.name not in made.origins:
             found.layer(node.name).to(device=like.device, dtype=like.dtype)
     prove(module, found, shape, net)
     return found.train(module.training)
@@ -209,7 +187,7 @@ def drawn(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width: i
         )
     sizes = (*(f"exit{stage}" for stage in range(1, stages)), "full")
     plan = Plan(net, tuple(nodes), (*heads, sketch.output), sizes)
-    return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Exits)
+    return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Extended)
 
 
 def first_needed(sketch: Sketch, ends: list[str]) -> dict[str, int]:
@@ -263,7 +241,7 @@ def channels_last(value: Tensor) -> bool:
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def prove(module: nn.Module, net: Exits, shape: Shape, name: str) -> None:
+def prove(module: nn.Module, net: Extended, shape: Shape, name: str) -> None:
     """The last answer is the module's own, for two batch sizes; else raise."""
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return

@@ -7,6 +7,7 @@ computes exactly what the module computes, which is proved whenever a module is 
 """
 
 import logging
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import read
+from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import Shape
 
 LOG = logging.getLogger(__name__)
@@ -38,15 +40,22 @@ def nest(
     one-stage form beside the module, in training and evaluation, and raises if they differ: turn it off for huge modules.
     """
     net = name or type(module).__name__
-    if not isinstance(module, nn.Module):
-        raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
-    check_shape(shape, net)
     grown = grow(growth, stripes)
     if grown.levels > 1:
         raise NestlingError(
             f"{net}: a module of its own is nested in width only, but the growth order {growth!r} adds depth. "
             'Use "w" for every stage, for example "w,w".'
         )
+    sketch = read_module(module, shape, proof, net)
+    with own_randomness(module):
+        return assemble(sketch, grown, uneven, net, module.training).net
+
+
+def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketch:
+    """What a module is made of, said to be right by a `proof`; what is left out or taken as it is now is said."""
+    if not isinstance(module, nn.Module):
+        raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
+    check_shape(shape, net)
     module, made_of_others = baked(module, net)
     if made_of_others:
         LOG.warning("%s: the weights of %s are made of others; the nest has them as they are now", net, made_of_others)
@@ -58,12 +67,16 @@ def nest(
             net,
             unused,
         )
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):  # torch draws weights for every new layer
-        made = assemble(sketch, grown, uneven, net, module.training)
-        if proof:
+    if proof:
+        with own_randomness(module):
             prove(module, sketch, shape, read, net)
-    return made.net
+    return sketch
+
+
+def own_randomness(module: nn.Module) -> AbstractContextManager[None]:
+    """torch draws weights for every new layer; nobody's random numbers change by that."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    return torch.random.fork_rng(devices=list(devices))
 
 
 def check_shape(shape: Shape, net: str) -> None:

@@ -1,15 +1,18 @@
-"""The networks by name, and how to build one: as a nest, as the independent net of one stage's size, or as an ensemble.
+"""The networks by name, and how to build one: as a nest, as the independent net of one stage's size, kept
+beside early stages, or as an ensemble.
 
 In: a NetworkRecipe (a name and what to change about it), the number of classes and the input shape. Out: a plan, or a
 network with weights drawn from a generator. What a network looks like inside is said in resnet.py, sparse.py, cascade.py.
 """
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from nestling.errors import NestlingError, nearest
-from nestling.nets.births import Growth, alone, grow
+from nestling.nets.births import Growth, alone, grow, growth_of
 from nestling.nets.cascade import cascade
+from nestling.nets.early import beside, own_part
 from nestling.nets.plan import Node, Plan
 from nestling.nets.resnet import resnet
 from nestling.nets.settle import check
@@ -147,12 +150,34 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
         plans = [m.draw(recipe.name, grow(m.growth, m.stripes), shape, classes) for m in members]
         nest = arch.draw(recipe.name, growth, shape, classes)
         return ensemble(f"{recipe.name}-ensemble", plans, nest.sizes)
+    if recipe.early:
+        own = plan(replace(recipe, early=(), keep="", alone=growth.stages), classes, shape)
+        return kept(recipe, arch.stage_alone(growth, growth.stages), own, shape, classes)
     if recipe.alone:
         sizes = arch.draw(recipe.name, growth, shape, classes).sizes
         single = arch.stage_alone(growth, recipe.alone)
         drawn = single.draw(f"{recipe.name}-alone", grow(single.growth, single.stripes), shape, classes)
         return replace(drawn, sizes=(sizes[recipe.alone - 1],))
     return arch.draw(recipe.name, growth, shape, classes)
+
+
+def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape, classes: int) -> Plan:
+    """A network with early stages beside it, each as wide as that share of its layers."""
+    if arch.kind == "cascade":
+        raise NestlingError(f"{recipe.name} has its exits already; network.early is for networks without them.")
+    growth = growth_of(recipe.early)
+    stripes = growth.stripes[:-1]
+    units = Fraction(sum(stripes), growth.units)
+    uneven = [width for width in arch.widths if (width * units).denominator > 1 or int(width * units) % sum(stripes)]
+    if uneven:
+        raise NestlingError(
+            f"network.early={','.join(f'{share:g}' for share in recipe.early)} would cut {uneven[0]} channels inside one; use "
+            f"shares such as {1 / uneven[0]:g} times a whole number"
+        )
+    narrow = replace(arch, widths=tuple(int(width * units) for width in arch.widths))
+    order = ",".join("w" for _ in stripes[1:])
+    early = narrow.draw(recipe.name, grow(order, stripes), shape, classes)
+    return replace(beside(early, own), name=f"{recipe.name}-kept")
 
 
 def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:
@@ -187,12 +212,15 @@ def build(
     """The network of a recipe, with weights drawn from `generator` (seed 0 without one); of the user's own, as they come."""
     import torch  # here, because plans are made without it
 
+    from nestling.nets.extended import Extended
+    from nestling.nets.net import NestedNet
     from nestling.nets.ways import own_net
 
     if recipe.own:
         return own_net(recipe, shape)
-
-    from nestling.nets.net import NestedNet
-
-    net = NestedNet(plan(recipe, classes, image(shape) if shape else None))
-    return net.reset(generator if generator is not None else torch.Generator().manual_seed(0))
+    drawn = plan(recipe, classes, image(shape) if shape else None)
+    seed = generator if generator is not None else torch.Generator().manual_seed(0)
+    if not recipe.early:
+        return NestedNet(drawn).reset(seed)
+    net = Extended(drawn).reset(seed)  # of all its layers: none is held yet
+    return net.hold(own_part(drawn))

@@ -93,6 +93,22 @@ class NetworkRecipe(RecipeSection):
     stripes: tuple[Positive, ...] = ()
     widths: tuple[Positive, ...] = ()
     blocks: tuple[Positive, ...] = ()
+    early: tuple[
+        AboveZero, ...
+    ] = ()  # a trained network of the last stage's size is kept, with stages so wide before it
+    keep: str = ""  # folder of the run in which that network was trained
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.keep) != bool(self.early):
+            raise NestlingError(
+                "network.keep and network.early belong together: the run whose network is kept, and how wide the stages before "
+                "it are, as shares of its width; set both, such as network.keep=RUN network.early=0.25,0.25"
+            )
+        if self.early and (self.alone or self.ensemble):
+            raise NestlingError(
+                "network.early stands before the whole network: leave network.alone and network.ensemble out"
+            )
 
     @property
     def own(self) -> bool:
@@ -267,6 +283,8 @@ LATER = {
     "damping",
     "way",
     "loss",
+    "early",
+    "keep",
 }  # fields that recipes written before them lack; their defaults are what was done then
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

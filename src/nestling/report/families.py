@@ -117,9 +117,9 @@ def make_family(runs: Sequence[Run]) -> Family:
     grouped = [(key[0], sorted(found, key=by_seed)) for key, found in lines.items()]
     grouped.sort(key=lambda each: (each[0] == ALONE, rank(each[1][0])))
     judged = [run for run in runs if run.results]
-    first = judged[0].results if judged else {}
+    first, network = judged[0].results if judged else {}, runs[0].recipe.network
     return Family(
-        name=runs[0].recipe.network.name,
+        name=f"{network.name}-kept" if network.early else network.name,
         data=runs[0].recipe.data.name,
         split=first.get("split", "test"),
         n=first.get("n", 0),

@@ -28,6 +28,7 @@ from nestling.train import stepping
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
+from nestling.train.kept import adopt
 from nestling.train.losses import task_loss
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
@@ -69,6 +70,8 @@ class Training:
         with self.startup.step("network"):
             seed = torch.Generator().manual_seed(recipe.train.seed)
             net = build(recipe.network, classes=len(self.data.classes), shape=self.data.shape, generator=seed)
+            if recipe.network.keep and not run.has(CHECKPOINT):  # else the checkpoint has its weights
+                adopt(net, recipe)
             memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
             self.net = net.to(self.device, memory_format=memory)  # type: ignore[call-overload]
             if not self.net.training:  # else what its owner has put into evaluation stays there

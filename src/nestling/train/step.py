@@ -16,9 +16,11 @@ from nestling.gradients.combiners.greedy import Greedy
 from nestling.gradients.contract import Combiner
 from nestling.gradients.reduce import group_of
 from nestling.nets import NestedNet
+from nestling.nets.extended import Extended
 from nestling.nets.modes import all_trains
 from nestling.recipes.recipe import Recipe
-from nestling.train.losses import stage_losses
+from nestling.train.kept import Keeping
+from nestling.train.losses import stage_loss, stage_losses
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
 from nestling.train.teacher import Teacher
 
@@ -38,6 +40,9 @@ class Step:
         self.parameters = [p for p in net.parameters() if p.requires_grad]
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
+        self.keeping = Keeping(net, compiled) if isinstance(net, Extended) and net.apart else None
+        if self.keeping is not None:
+            net = self.keeping.early
         self.teacher: Teacher | None = None
         if recipe.train.teacher:
             self.teacher = Teacher(recipe.train, net, faster if compiled else None)
@@ -94,18 +99,24 @@ class Step:
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Fill `.grad`; the stages' losses come back detached, (stages,)."""
+        own: Tensor | None = None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
             teacher = self.teacher(x) if self.teacher is not None else None
+            if self.keeping is not None:
+                own = self.keeping.answer(x)
+                teacher = own if teacher is None else teacher
             if self.tasks is not None:
                 losses, self.report = self.tasks(x, y, teacher)
-                return losses
-            logits = self.forward(x)
-        losses_now = stage_losses(logits, y, self.train, teacher)
-        source = self.greedy or self.rows
-        assert source is not None
-        # A stage of which nothing trains, as the last of a network that is kept, has a loss but no gradient.
-        self.report = source.backward([loss if loss.requires_grad else None for loss in losses_now])
-        return torch.stack([loss.detach() for loss in losses_now])
+            else:
+                logits = self.forward(x)
+        if self.tasks is None:
+            losses_now = stage_losses(logits, y, self.train, teacher)
+            source = self.greedy or self.rows
+            assert source is not None
+            # A stage of which nothing trains has a loss but no gradient.
+            self.report = source.backward([loss if loss.requires_grad else None for loss in losses_now])
+            losses = torch.stack([loss.detach() for loss in losses_now])
+        return losses if own is None else torch.cat([losses, stage_loss(own, y, self.train)[None]])
 
 
 class Average:

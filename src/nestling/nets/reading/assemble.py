@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.births import Growth
+from nestling.nets.extended import Extended
 from nestling.nets.net import NestedNet, cut_state, follow
 from nestling.nets.ops import Select
 from nestling.nets.ops.weighted_op import WeightedOp
@@ -85,7 +86,7 @@ def fitted(sketch: Sketch, heads: list[str]) -> tuple[Sketch, dict[str, str]]:
     moved: dict[str, str] = {}
     for first in sorted(firsts):
         new = first
-        while new in taken or hasattr(NestedNet, new) or (new != first and new in firsts):
+        while new in taken or hasattr(Extended, new) or (new != first and new in firsts):
             new += "_"
         taken.add(new)
         moved[first] = new

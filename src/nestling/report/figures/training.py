@@ -81,7 +81,7 @@ def cosines(family: Family, line: Line, name: str, caption: str) -> Picture | No
         drew = False
         for i in family.stages:
             for j in range(i + 1, len(family.sizes) + 1):
-                epochs, values = curve(line.runs, "cosines", lambda table, i=i, j=j: table[i - 1][j - 1])  # type: ignore[misc]
+                epochs, values = curve(line.runs, "cosines", one_cosine(i, j))
                 if values.size:
                     drew = True
                     axes = drawn.axes
@@ -101,6 +101,11 @@ def cosines(family: Family, line: Line, name: str, caption: str) -> Picture | No
         drawn.legend_below(3 if max(map(len, family.sizes)) < 6 else 2)
         drawn.axes.set_title(f"{family.name}, {line.label}: do the tasks agree?")
         return drawn.picture(name, f"{family.name}, {line.label}: cosines of task gradients", caption)
+
+
+def one_cosine(earlier: int, later: int) -> Callable[[Any], float | None]:
+    """Of two stages; None where one of them was not trained, as the last of a kept network is not."""
+    return lambda table: table[earlier - 1][later - 1] if later <= len(table) else None
 
 
 def weights(family: Family, line: Line, name: str, caption: str) -> Picture | None:
