@@ -117,6 +117,30 @@ def test_an_engine_using_epoch_and_augment_sees_what_batches_yields() -> None:
         assert torch.equal(x, by_hand) and torch.equal(y, train.labels[chosen])
 
 
+def test_cutmix_pastes_the_box_of_the_image_before_and_shares_the_label_by_area() -> None:
+    mixed, _ = in_memory(load(DataRecipe("digits", cutmix=0.5)))
+    plain, _ = in_memory(load(DataRecipe("digits")))
+    assert torch.equal(mixed.epoch(seeded()).order, plain.epoch(seeded()).order), "the order stays as it was"
+    boxes = mixed.epoch(seeded()).boxes
+    assert boxes is not None and 0.4 < (boxes[:, 0] < boxes[:, 2]).float().mean() < 0.6
+    pairs = zip(mixed.batches(32, seeded()), plain.batches(32, seeded()), strict=True)
+    for i, ((x, shares), (before, y)) in enumerate(pairs):
+        for j, (top, left, bottom, right) in enumerate((boxes[32 * i : 32 * i + 32] * 8).round().long().tolist()):
+            wanted, other = before[j].clone(), (j - 1) % len(y)
+            wanted[:, top:bottom, left:right] = before[other, :, top:bottom, left:right]
+            assert torch.equal(x[j], wanted)
+            area = (bottom - top) * (right - left) / 64
+            label = torch.zeros(10)
+            label[y[j]] += 1 - area
+            label[y[other]] += area
+            assert torch.allclose(shares[j], label)
+    _, hard = next(mixed.batches(32, seeded(), augment=False))
+    assert hard.dtype == torch.int64, "nothing is mixed where nothing is augmented"
+    for wrong in ({"name": "folder"}, {"augment": False}):
+        with pytest.raises(NestlingError, match=r"data\.cutmix is 0\.5, which needs"):
+            DataRecipe(**{"cutmix": 0.5, **wrong})  # type: ignore[arg-type]
+
+
 def test_without_a_generator_batches_come_in_order_and_plain() -> None:
     train, test = in_memory(load(DataRecipe("digits")))
     for split in (train, test):

@@ -475,10 +475,11 @@ def test_runs_by_our_kernels_get_the_same_bits_alone_and_side_by_side(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("strategy", ["sgd", "osgd"])
-def test_a_captured_step_gives_the_same_bits_with_and_without_a_stream_aside(strategy: str) -> None:
+@pytest.mark.parametrize("cutmix", [0.0, 0.5])
+def test_a_captured_step_gives_the_same_bits_with_and_without_a_stream_aside(strategy: str, cutmix: float) -> None:
     half = torch.full((3,), 0.5, device="cuda")
     images = torch.randint(0, 256, (640, 3, 32, 32), dtype=torch.uint8, device="cuda")
-    split = MemorySplit(images, torch.randint(0, 10, (640,), device="cuda"), half, half, pad=4, flip=True)
+    split = MemorySplit(images, torch.randint(0, 10, (640,), device="cuda"), half, half, 4, True, cutmix, 10)
     recipe = synthetic("train.precision=bfloat16", f"strategy.name={strategy}")
     found = []
     torch.backends.cudnn.deterministic = True

@@ -4,6 +4,7 @@ Comes in: all training and test images as uint8, and the recipe's wishes (valida
 out: a DataSet on the device. The shuffle behind `validation` and `limit` is fixed for all time and data sets.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,8 @@ def in_memory(
     x, y = images.train, images.train_labels
     train = split(x[kept], y[kept], pad, flip) if len(kept) < len(x) else split(x, y, pad, flip)
     test = split(x[held], y[held], 0, False) if len(held) else split(images.test, images.test_labels, 0, False)
+    if recipe.cutmix:
+        train = dataclasses.replace(train, cutmix=recipe.cutmix, classes=len(classes))
     if not recipe.augment:
         train = MemorySplit(train.images, train.labels, mean_on, std_on)
     channels, height, width = x.shape[1:]

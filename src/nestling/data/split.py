@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nestling.data.augment import Draws, augment, draws, normalise
+from nestling.data.augment import Draws, augment, cutmix, draws, normalise
 from nestling.errors import NestlingError
 
-Batch = tuple[Tensor, Tensor]  # x (b,C,H,W) float32 normalised, y (b,) int64, both on the split's device
+# x (b,C,H,W) float32 normalised; y (b,) int64, or with CutMix (b,classes) shares; both on the split's device
+Batch = tuple[Tensor, Tensor]
 
 
 class Split(Protocol):
@@ -46,9 +47,8 @@ class Split(Protocol):
 class MemorySplit:
     """A split that lies as uint8 on the device.
 
-    A fast engine may do without `batches`: `epoch(generator)` gives one epoch's random numbers on the device,
-    and `augment(images[order[a:b]], offsets[a:b], flips[a:b], mean, std)` is what `batches` yields for that
-    slice.
+    A fast engine may do without `batches`: `epoch(generator)` gives one epoch's random numbers, and `shown` of a slice of
+    them is what `batches` yields there.
     """
 
     images: Tensor  # (n,C,H,W) uint8
@@ -57,14 +57,25 @@ class MemorySplit:
     std: Tensor
     pad: int = 0  # largest shift of a training crop; 0 and no flip = no augmentation
     flip: bool = False
+    cutmix: float = 0.0  # share of images that get a box of another one
+    classes: int = 0  # for CutMix
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def epoch(self, generator: torch.Generator, augment: bool | None = None) -> Draws:
         """One epoch's random numbers, drawn on the CPU and moved to the device at once."""
+        return self.drawn(generator, augment).to(self.images.device)
+
+    def drawn(self, generator: torch.Generator, augment: bool | None = None) -> Draws:
+        """The same, still on the CPU."""
         wanted = augment is not False
-        return draws(len(self), generator, self.pad * wanted, self.flip and wanted).to(self.images.device)
+        return draws(len(self), generator, self.pad * wanted, self.flip and wanted, self.cutmix * wanted)
+
+    def shown(self, chosen: Tensor, offsets: Tensor, flips: Tensor, boxes: Tensor | None) -> Batch:
+        """A batch of these images, by random numbers that lie on the device. A captured CUDA graph may contain it."""
+        x = augment(self.images[chosen], offsets, flips, self.mean, self.std)
+        return (x, self.labels[chosen]) if boxes is None else cutmix(x, self.labels[chosen], boxes, self.classes)
 
     def batches(
         self,
@@ -87,9 +98,8 @@ class MemorySplit:
 
     def _shuffled(self, batch: int, drawn: Draws, drop_last: bool) -> Iterator[Batch]:
         for start, stop in slices(len(self), batch, drop_last):
-            chosen = drawn.order[start:stop]
-            offsets, flips = drawn.offsets[start:stop], drawn.flips[start:stop]
-            yield augment(self.images[chosen], offsets, flips, self.mean, self.std), self.labels[chosen]
+            boxes = None if drawn.boxes is None else drawn.boxes[start:stop]
+            yield self.shown(drawn.order[start:stop], drawn.offsets[start:stop], drawn.flips[start:stop], boxes)
 
 
 def slices(n: int, batch: int, drop_last: bool) -> Iterator[tuple[int, int]]:

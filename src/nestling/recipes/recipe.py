@@ -74,9 +74,18 @@ class DataRecipe(RecipeSection):
     validation: Count = 0  # images held out of training; > 0 = evaluate on them instead of the test split
     limit: Count = 0  # only the first N training images of the fixed shuffle; 0 = all
     augment: bool = True
+    cutmix: Share = 0.0  # share of training images into which a box of another image is pasted
     size: Positive = 224  # folder only: side of the crop
     workers: Count = 2  # folder only: reading processes
     skip_unreadable: bool = False  # folder only: skip images that cannot be read instead of stopping
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cutmix and (self.name == "folder" or not self.augment):
+            raise NestlingError(
+                f"data.cutmix is {self.cutmix:g}, which needs data.augment and images that lie in memory; "
+                f"found data.name={self.name}, data.augment={self.augment}: leave data.cutmix out"
+            )
 
 
 @dataclass(frozen=True)
@@ -285,6 +294,7 @@ LATER = {
     "loss",
     "early",
     "keep",
+    "cutmix",
 }  # fields that recipes written before them lack; their defaults are what was done then
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

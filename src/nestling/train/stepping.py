@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nestling.data import MemorySplit, Split
-from nestling.data.augment import augment, draws
 from nestling.data.own import LoaderSplit
 from nestling.errors import NestlingError
 from nestling.gradients.reduce import group_of
@@ -65,6 +64,7 @@ class Captured:
         self.order = torch.arange(n, device=device).view(self.steps, batch)
         self.offsets = torch.zeros(self.steps, batch, 2, dtype=torch.int64, device=device)
         self.flips = torch.zeros(self.steps, batch, dtype=torch.bool, device=device)
+        self.boxes = torch.zeros(self.steps, batch, 4, device=device) if split.cutmix else None
         self.rates = torch.zeros(self.steps, device=device)
         self.losses = torch.zeros(self.steps, stages, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
@@ -78,10 +78,11 @@ class Captured:
         at = self.counter
         chosen = self.order.index_select(0, at)[0]
         offsets, flips = self.offsets.index_select(0, at)[0], self.flips.index_select(0, at)[0]
-        x = augment(self.split.images[chosen], offsets, flips, self.split.mean, self.split.std)
+        boxes = None if self.boxes is None else self.boxes.index_select(0, at)[0]
+        x, y = self.split.shown(chosen, offsets, flips, boxes)
         for group in self.step.optimizer.param_groups:
             group["lr"].copy_(self.rates.index_select(0, at)[0])
-        losses = self.step(x, self.split.labels[chosen])
+        losses = self.step(x, y)
         self.losses.index_copy_(0, at, losses[None])
         self.counter += 1
         return losses
@@ -120,13 +121,14 @@ class Captured:
             self.graph = None  # its memory goes first
             self.graph, self.form = self._capture(), self.step.form
         assert self.graph is not None
-        drawn = draws(len(self.split), generator, self.split.pad, self.split.flip)
+        drawn = self.split.drawn(generator)
         n = self.steps * self.batch
         with self.lane():
             for here, there in (
                 (self.order, drawn.order[:n]),
                 (self.offsets, drawn.offsets[:n]),
                 (self.flips, drawn.flips[:n]),
+                *([] if self.boxes is None or drawn.boxes is None else [(self.boxes, drawn.boxes[:n])]),
                 (self.rates, torch.tensor(rates)),
             ):
                 here.copy_(there.view_as(here).pin_memory(), non_blocking=True)
