@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.debug import CommDebugMode
 
 from nestling.errors import NestlingError
@@ -209,26 +208,6 @@ def strangers() -> None:
             raise AssertionError("losses of another model were taken")
 
 
-def sharded() -> None:
-    """FSDP2 in every arrangement is refused: its parameters may be whole when backward comes."""
-    for root_only in (True, False):
-        for method in ("osgd", "sgd"):
-            net = Nest()
-            options: dict[str, Any] = {} if root_only else {"reshard_after_forward": False}
-            for layer in [] if root_only else [*net.stages, *net.heads]:
-                fully_shard(layer, **options)
-            fully_shard(net, **options)
-            register_fsdp_forward_method(net, "losses")
-            losses = net.losses(torch.randn(4, 8), torch.randint(4, (4,)))
-            for params in (net, list(net.parameters())):
-                try:
-                    backward(losses, params, COMBINERS[method]())
-                except NestlingError as error:
-                    assert "FSDP" in str(error), error
-                else:
-                    raise AssertionError("a sharded model was taken")
-
-
 REFUSALS: dict[str, Callable[[], None]] = {
     "handed over": handed_over,
     "unnoticed": unnoticed,
@@ -236,7 +215,6 @@ REFUSALS: dict[str, Callable[[], None]] = {
     "late": disagree,
     "not finite": not_finite,
     "strangers": strangers,
-    "sharded": sharded,
 }
 
 

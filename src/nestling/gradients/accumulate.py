@@ -6,6 +6,7 @@ optimizer, scheduler, clipping rule and parameter group follows. It does not kno
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Generic
 
 import torch
@@ -85,7 +86,7 @@ class Accumulator(Generic[R]):
         self.names: Sequence[str] | None = None  # of the tasks, where losses come by name
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
-        self.group = group_of(reduce, self.now.wrapper)
+        self.group = self._group(reduce)
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
         self.renew()
         self.clear()
@@ -113,6 +114,11 @@ class Accumulator(Generic[R]):
 
     def _add(self, losses: list[Tensor | None], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
+        if self.now.sharded is not None and any(loss is None for loss in losses):
+            raise NestlingError(
+                "a loss is None, and the model is sharded by FSDP, whose ranks must run every backward pass together: give "
+                "a zero of this batch's graph, such as 0 * output.sum(), for a task that is absent"
+            )
         losses = with_graphs(losses, self._idle)
         there = [loss for loss in losses if loss is not None]
         self.step.refuse_broken()
@@ -151,11 +157,12 @@ class Accumulator(Generic[R]):
             step.refuse_unreached()
             layout = step.settle_layout()
             step.average()
-            if layout is None:
-                report = step.put_lone()
-            else:
-                self.now.used = layout  # a captured CUDA graph reads tables that live as long as their layout
-                report = self.combine(step.rows(layout, self.refresh))
+            with self.now.sharded.lent() if self.now.sharded is not None else nullcontext():
+                if layout is None:
+                    report = step.put_lone()
+                else:
+                    self.now.used = layout  # a captured CUDA graph reads tables that live as long as their layout
+                    report = self.combine(step.rows(layout, self.refresh))
         finally:
             self.clear()
         self._remember(report)
@@ -174,13 +181,21 @@ class Accumulator(Generic[R]):
                 self.given = named(self.net)
         needed = tuple(id(p) for _, p in self.given if p.requires_grad)  # kept alive there, so ids are not used again
         if needed not in self.trained:
-            self.trained[needed] = Trained(self.given, self.net if self.owners is None else None)
+            self.trained[needed] = Trained(self.given, self.net, asked=self.owners is None)
         return self.trained[needed]
 
     def _idle(self) -> list[int]:
         """The tasks of which nothing trains, where it is known who owns what."""
         layout = self._plan().layout
         return [task for task, size in enumerate(layout.sizes()) if size == 0] if layout is not None else []
+
+    def _group(self, reduce: "bool | dist.ProcessGroup") -> "dist.ProcessGroup | None":
+        """The ranks to average over."""
+        if self.now.sharded is not None and reduce is not True:
+            raise NestlingError(
+                "reduce= is given, but the model is sharded by FSDP, which averages itself: leave it out"
+            )
+        return group_of(reduce, None if self.now.route is None else self.now.route.group)
 
     def _follow(self) -> None:
         """Parameters may change from step to step."""
@@ -199,7 +214,7 @@ class Accumulator(Generic[R]):
 
     def _settle_tasks(self, tasks: int) -> None:
         if self.now.layout is None and self.owners is not None:
-            self.now.layout = from_owners(self.now.named, self.owners, tasks)
+            self.now.layout = self.now.share_of(from_owners(self.now.named, self.owners, tasks))
         before = self.step.tasks if self.step.micro else self.now.layout.tasks if self.now.layout is not None else tasks
         if before != tasks:
             raise NestlingError(
@@ -229,7 +244,7 @@ class Accumulator(Generic[R]):
 
     def _may_go_without_rows(self) -> bool:
         """Whether this is a whole step of one process, whose owners the graph tells."""
-        alone = self.group is None and self.now.wrapper is None
+        alone = self.group is None and self.now.route is None
         whole = alone and self.step.micro == 0 and self.now.layout is None and self.step.tasks > 1
         told = self.steps > 0 or not self.combine.owners_matter  # rows are looked at once, for stacks of heads
         here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")

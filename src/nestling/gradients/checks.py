@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError, join
 from nestling.gradients.owners import MOST_TASKS
+from nestling.gradients.sharded import sharded_ones
 from nestling.gradients.wrapped import unwrapped
 
 Named = list[tuple[str, Tensor]]
@@ -37,6 +38,8 @@ def named(params: Params) -> Named:
                 f"(name, tensor) pairs or a module, such as model.parameters()"
             )
         found.append((name, tensor))
+    shards = sharded_ones([p for _, p in found], params if isinstance(params, nn.Module) else None)
+    found = [(name, shards.get(id(p), p)) for name, p in found]
     return list({id(p): (name, p) for name, p in found}.values())
 
 
@@ -49,11 +52,6 @@ def trainable(parameters: Named) -> Named:
             f"requires_grad=True; unfreeze some, or pass the right model's parameters"
         )
     for name, p in found:
-        if hasattr(p, "placements"):  # a DTensor
-            raise NestlingError(
-                f"{name} is sharded over ranks (DTensor, as FSDP makes them): expected whole parameters on every rank, "
-                f"whose gradients nestling averages itself"
-            )
         if p.is_complex():
             raise NestlingError(
                 f"{name} is complex ({p.dtype}): expected real parameters; keep its two parts as a real one and use "
@@ -184,16 +182,19 @@ def nonfinite_losses(wrong: Sequence[int], tasks: int) -> NestlingError:
     )
 
 
-def nonfinite_gradient(parameters: Named, row: Sequence[Tensor | None]) -> None:
-    """Raise if the summed gradient is not finite although the losses were. Waits for the device."""
-    found = [(name, grad) for (name, _), grad in zip(parameters, row, strict=True) if grad is not None]
+def nonfinite_places(row: Sequence[Tensor | None]) -> list[int]:
+    """The parameters whose gradient is not finite. Waits for the device."""
+    found = [(i, grad) for i, grad in enumerate(row) if grad is not None]
     sums = torch.stack([grad.sum().double() for _, grad in found]).isfinite().tolist()
-    for (name, grad), good in zip(found, sums, strict=True):
-        if not good and not grad.isfinite().all().tolist():  # a sum may overflow by itself
-            raise NestlingError(
-                f"the gradient of {name} holds NaN or infinity although every loss is finite. `.grad` was left alone: "
-                f"look for a division by zero or a root of zero in forward, or pass diagnose=True to see which task it is"
-            )
+    doubtful = [(i, grad) for (i, grad), good in zip(found, sums, strict=True) if not good]
+    return [i for i, grad in doubtful if not grad.isfinite().all().tolist()]  # a sum may overflow by itself
+
+
+def nonfinite_gradient(name: str) -> NestlingError:
+    return NestlingError(
+        f"the gradient of {name} holds NaN or infinity although every loss is finite. `.grad` was left alone: "
+        f"look for a division by zero or a root of zero in forward, or pass diagnose=True to see which task it is"
+    )
 
 
 def numbers(tasks: Sequence[int]) -> str:

@@ -17,12 +17,13 @@ from nestling.gradients.checks import (
     nonfinite,
     nonfinite_gradient,
     nonfinite_losses,
+    nonfinite_places,
     refuse_sparse,
     unreached,
 )
 from nestling.gradients.contract import R, TaskRows
 from nestling.gradients.layered import LayeredRows, take
-from nestling.gradients.owners import Layout, from_masks, tasks_of
+from nestling.gradients.owners import Layout, tasks_of
 from nestling.gradients.passes import of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree
 from nestling.gradients.rowless import WeightUse
@@ -55,7 +56,7 @@ class Gathered(Generic[R]):
         self, losses: Sequence[Tensor | None], statistics: Statistics, final: bool, retain_graph: bool
     ) -> None:
         """A backward per task. With `final` the ranks average a task's row while the next task's backward runs."""
-        early = self.group if final and self.now.layout is not None else None
+        early = self.group if final and self.now.layout is not None and self.now.sharded is None else None
         if self.micro == 0:
             self.stored = [[None] * len(self.now.params) for _ in losses]
         with put_aside(self.now.params):
@@ -88,7 +89,7 @@ class Gathered(Generic[R]):
         """Add a single row to `.grad`; the report that was known before it."""
         assert self.lone is not None
         if self.check:
-            nonfinite_gradient(self.now.named, self.stored[0])
+            self._refuse_wrong_gradients(self.stored[0])
         for p, grad in zip(self.now.params, self.stored[0], strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
@@ -124,7 +125,7 @@ class Gathered(Generic[R]):
             return
         masks = tuple(self.masks())
         if masks not in self.now.known:
-            lost = mixed(losses)
+            lost = mixed(losses) or (self.now.sharded is not None and self.now.sharded.fills_up)
             if lost and matter:
                 raise NestlingError(
                     "these losses come from a net that was compiled whole, whose graph no longer tells which task uses "
@@ -132,7 +133,7 @@ class Gathered(Generic[R]):
                     "losses, net.named_parameters()) of one forward pass before compiling; or compile per stage"
                 )
             if matter and self.check:
-                refuse_stacked(self.now.named, self.stored)
+                refuse_stacked(self.now.named, self.stored, self.now.sharded)
             self.now.known[masks] = not lost
         self.certain = self.certain and self.now.known[masks]
 
@@ -145,10 +146,8 @@ class Gathered(Generic[R]):
         if self.now.layout is None:
             masks = self.masks()
             if self.group is None:
-                return from_masks(self.now.specs, tuple(masks), self.tasks)
-            self.now.layout = from_masks(
-                self.now.specs, tuple(self.now.agree(masks, self.stored, False, self.group)), self.tasks
-            )
+                return self.now.reached_by(masks, self.tasks)
+            self.now.layout = self.now.reached_by(self.now.agree(masks, self.stored, False, self.group), self.tasks)
             self.now.found = True
         return self.now.layout
 
@@ -157,8 +156,7 @@ class Gathered(Generic[R]):
         part = layout
         if self.layers:
             without = {layer.param for layer in self.layers}
-            masks = tuple(0 if i in without else mask for i, mask in enumerate(self.masks()))
-            part = from_masks(self.now.specs, masks, self.tasks)
+            part = self.now.reached_by([0 if i in without else m for i, m in enumerate(self.masks())], self.tasks)
         rows = Rows(
             self.now.params,
             part,
@@ -168,6 +166,7 @@ class Gathered(Generic[R]):
             group=self.group,
             refresh=refresh,
             certain=self.certain,
+            shards=None if self.group is None or self.now.sharded is None else self.now.sharded.shards,
         )
         return LayeredRows(layout, self.layers, rows) if self.layers else rows
 
@@ -177,6 +176,8 @@ class Gathered(Generic[R]):
             return
         if self.check and self.lone is not None:
             self._refuse_wrong_losses()
+        if self.now.sharded is not None:  # FSDP has averaged them
+            return
         for reduction in self.pending or [Reduction(row, self.group) for row in self.stored]:
             reduction.wait()
 
@@ -205,6 +206,15 @@ class Gathered(Generic[R]):
             self.wrong = set(tasks_of(joined))
         if self.wrong:
             raise nonfinite_losses(sorted(self.wrong), self.tasks)
+
+    def _refuse_wrong_gradients(self, row: Sequence[Tensor | None]) -> None:
+        """Raise if a summed gradient is not finite; where each rank sees its share alone, all are told."""
+        wrong = nonfinite_places(row)
+        if self.group is not None and self.now.sharded is not None:
+            seen = agree([int(i in wrong) for i in range(len(row))], 1, self.now.device, self.group)
+            wrong = [i for i, bad in enumerate(seen) if bad]
+        if wrong:
+            raise nonfinite_gradient(self.now.named[wrong[0]][0])
 
     def masks(self) -> list[int]:
         """Per parameter the tasks that reached it, as bits."""

@@ -7,7 +7,7 @@ planned on the host before a step; nothing here sees a gradient.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -82,9 +82,12 @@ class Layout:
     tasks: int
     boxes: tuple[tuple[Box | None, ...], ...]  # per task and parameter: the hull of what it owns, which a row stores
     portions: dict[str, object] = field(default_factory=dict)
+    counted: tuple[int, ...] | None = None  # d of each task on all ranks together, where these are one rank's shares
 
     def sizes(self) -> list[int]:
         """d of each task: how many entries it owns."""
+        if self.counted is not None:
+            return list(self.counted)
         return [sum(p.size for p in self.pieces if p.owners >> t & 1) for t in range(self.tasks)]
 
     def labels(self, scope: str) -> list[int]:
@@ -151,6 +154,22 @@ def from_masks(specs: tuple[MemoryShape, ...], masks: tuple[int, ...], tasks: in
         if mask
     )
     return _layout(specs, pieces, tasks)
+
+
+def share_of(whole: Layout, windows: Sequence[Box]) -> Layout:
+    """One rank's share of a layout: every piece cut to the window of its parameter, empty ones kept, so that all ranks
+    number blocks alike. Dimensions lie in memory in the order of the shape."""
+    pieces = tuple(Piece(p.param, _within(p.box, windows[p.param]), p.owners) for p in whole.pieces)
+    shapes = [tuple(stop - start for start, stop in window) for window in windows]
+    specs = tuple(MemoryShape(shape, tuple(range(len(shape)))) for shape in shapes)
+    return replace(_layout(specs, pieces, whole.tasks), counted=tuple(whole.sizes()))
+
+
+def _within(box: Box, window: Box) -> Box:
+    """The part of a box inside a window, counted from the window's start."""
+    starts = [min(max(a, low), high) - low for (a, _), (low, high) in zip(box, window, strict=True)]
+    stops = [min(b, high) - low for (_, b), (low, high) in zip(box, window, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
 
 
 def from_owners(

@@ -10,17 +10,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 
 def group_of(
-    reduce: "bool | dist.ProcessGroup", wrapper: DistributedDataParallel | None = None
+    reduce: "bool | dist.ProcessGroup", usual: "dist.ProcessGroup | None" = None
 ) -> "dist.ProcessGroup | None":
-    """The group to average over: the wrapper's, or the default one, or the one given; None for a lone process."""
+    """The group to average over: the usual one, which is all ranks by default, or the one given; None for a lone process."""
     if reduce is False or not dist.is_available() or not dist.is_initialized():
         return None
-    usual = dist.group.WORLD if wrapper is None else wrapper.process_group
-    group = usual if reduce is True else reduce
+    group = (usual or dist.group.WORLD) if reduce is True else reduce
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 

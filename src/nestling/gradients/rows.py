@@ -33,6 +33,7 @@ class Rows(TaskRows):
         group: "dist.ProcessGroup | None" = None,
         refresh: int = 1,
         certain: bool = True,
+        shards: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.params = params
         self.layout = layout
@@ -41,6 +42,7 @@ class Rows(TaskRows):
         self.check = check
         self.group = group  # the ranks that hold equal rows, if there are several
         self.refresh = refresh  # for how many steps the weights are to serve
+        self.shards = shards  # the ranks that hold the rest of every row, if there are any
         self.certain = certain  # whether the layout says who owns what, and not only where rows may be other than zero
 
     @property
@@ -80,6 +82,8 @@ class Rows(TaskRows):
         else:
             members = todo.on(self.device, self.layout)["members"]
             gram = self._products(todo)[members].sum(1).view(todo.count, self.tasks, self.tasks)
+        if self.shards is not None:
+            dist.all_reduce(gram, group=self.shards)
         if self.check:
             refuse_nonfinite(gram)
         return gram
@@ -87,6 +91,8 @@ class Rows(TaskRows):
     def _tables(self, scope: str) -> gpu.Tables | None:
         """What the GPU's kernels need, where they can be used."""
         first = self.params[0]
+        if self.shards is not None and not all(piece.size for piece in self.layout.pieces):
+            return None
         if not kernels.usable(first, self.tasks) or any(p.dtype != first.dtype for p in self.params):
             return None
         return gpu.tables(self.layout, portions(self.layout, scope), self.device)
@@ -179,6 +185,11 @@ class Rows(TaskRows):
 
     def matrix(self) -> Tensor:
         """The padded rows as one dense matrix (tasks, entries), for methods that need it."""
+        if self.shards is not None:
+            raise NestlingError(
+                "this method needs whole rows, and FSDP leaves every rank a share of them: expected one that the Gram matrix "
+                "is enough for, such as nestling's own or TorchJD's Gramian-based aggregators"
+            )
         per_param = self.layout.per_param()
         owned = [param for param, pieces in enumerate(per_param) if pieces]
         columns = sum(self.params[param].numel() for param in owned)

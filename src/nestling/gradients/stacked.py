@@ -8,33 +8,54 @@ refused: they would train something else. Reads values back, so it is for a firs
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nestling.errors import NestlingError
+from nestling.gradients.sharded import Sharded
 
 SAMPLE = 1024  # entries that nearly always suffice to see tasks meet
 
 
-def refuse_stacked(named: Sequence[tuple[str, Tensor]], stored: Sequence[Sequence[Tensor | None]]) -> None:
-    """Raise if a parameter is a stack. `stored`: [task][parameter], whole gradients."""
-    for index, (name, _) in enumerate(named):
-        found = [row[index] for row in stored]
-        grads = [grad for grad in found if grad is not None]
-        if len(grads) > 1 and _stacked(grads):
+def refuse_stacked(
+    named: Sequence[tuple[str, Tensor]], stored: Sequence[Sequence[Tensor | None]], sharded: Sharded | None = None
+) -> None:
+    """Raise if a parameter is a stack. `stored`: [task][parameter], whole gradients, or each rank's share of them."""
+    grads = [[grad for grad in (row[i] for row in stored) if grad is not None] for i in range(len(named))]
+    seen = [len(g) < 2 or g[0].dim() < 2 or _meet([_sample(grad) for grad in g]) for g in grads]
+    if sharded is not None:  # they may meet on another rank
+        seen = _anywhere(torch.tensor(seen), sharded).tolist()
+    for index in (i for i, meet in enumerate(seen) if not meet):
+        supports = [torch.stack([_support(grad, dim) for grad in grads[index]]) for dim in range(grads[index][0].dim())]
+        if sharded is not None:
+            window, shape = sharded.windows[index], named[index][1].shape
+            supports = [
+                _anywhere(_placed(found, window[dim], shape[dim]), sharded) for dim, found in enumerate(supports)
+            ]
+        if any(_side_by_side(found) for found in supports):
             raise NestlingError(
-                f"the tasks' gradients of {name} never meet: it seems to hold a slice for each task, which the graph cannot "
-                f"tell, and this method needs to know who owns what. Pass owners=, a mapping from each parameter's name to "
-                f"int64 bit masks of its shape (bit t: task t uses the entry), or use scope='all'"
+                f"the tasks' gradients of {named[index][0]} never meet: it seems to hold a slice for each task, which the "
+                f"graph cannot tell, and this method needs to know who owns what. Pass owners=, a mapping from each "
+                f"parameter's name to int64 bit masks of its shape (bit t: task t uses the entry), or use scope='all'"
             )
 
 
-def _stacked(grads: Sequence[Tensor]) -> bool:
-    if grads[0].dim() < 2:  # of single numbers, zeros tell too little
-        return False
-    step = max(1, grads[0].numel() // SAMPLE)
-    if _meet([grad.reshape(-1)[::step] for grad in grads]):
-        return False
-    return any(_side_by_side([_support(grad, dim) for grad in grads]) for dim in range(grads[0].dim()))
+def _anywhere(seen: Tensor, sharded: Sharded) -> Tensor:
+    """What any rank has seen."""
+    joined = seen.to(sharded.shares[0].device, torch.int32)
+    dist.all_reduce(joined, dist.ReduceOp.MAX, group=sharded.group)
+    return joined.bool()
+
+
+def _placed(support: Tensor, window: tuple[int, int], size: int) -> Tensor:
+    """A share's support, (tasks, share), inside that of the whole."""
+    whole = support.new_zeros(len(support), size)
+    whole[:, slice(*window)] = support
+    return whole
+
+
+def _sample(grad: Tensor) -> Tensor:
+    return grad.reshape(-1)[:: max(1, grad.numel() // SAMPLE)]
 
 
 def _meet(rows: Sequence[Tensor]) -> bool:
@@ -43,10 +64,9 @@ def _meet(rows: Sequence[Tensor]) -> bool:
 
 def _support(grad: Tensor, dim: int) -> Tensor:
     """Along one dimension, where the gradient is not zero."""
-    return (grad != 0).movedim(dim, 0).reshape(grad.shape[dim], -1).any(1)
+    return (grad != 0).movedim(dim, 0).flatten(1).any(1)
 
 
-def _side_by_side(supports: Sequence[Tensor]) -> bool:
-    """Whether every index belongs to one task, and every task has some."""
-    taken = torch.stack(list(supports))
+def _side_by_side(taken: Tensor) -> bool:
+    """Whether every index belongs to one task, and every task has some; (tasks, indices)."""
     return bool((taken.sum(0) == 1).all()) and bool(taken.any(1).all())

@@ -5,7 +5,7 @@ owners, their Layout. Planned on the host once; parameters may be frozen, unfroz
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,32 +13,48 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import Named, refuse_hooks, trainable
-from nestling.gradients.owners import Box, Layout, MemoryShape, from_owners
+from nestling.gradients.owners import Box, Layout, MemoryShape, from_masks, from_owners, share_of
 from nestling.gradients.reduce import agree
-from nestling.gradients.wrapped import Beside, Route, wrapper_of
+from nestling.gradients.sharded import Sharded
+from nestling.gradients.wrapped import route_of
 
 
 class Trained:
     """A set of parameters that need a gradient at the same time."""
 
-    def __init__(self, given: Named, net: nn.Module | None) -> None:
+    def __init__(self, given: Named, net: nn.Module | None, asked: bool = True) -> None:
+        """`asked`: whether the net is asked for its owners."""
         self.named = trainable(given)
-        self.params = [p for _, p in self.named]
-        self.wrapper = wrapper_of(self.params)
-        several = dist.is_available() and dist.is_initialized()
-        self.route: Route | None = Beside(self.wrapper) if several else None
+        self.route = route_of(self.named, net)
+        self.sharded = self.route if isinstance(self.route, Sharded) else None
+        self.params = [p for _, p in self.named] if self.sharded is None else self.sharded.shares
         refuse_hooks(self.named)
         self.device = self.params[0].device
         self.specs = tuple(MemoryShape.of(p) for p in self.params)
+        self.whole_specs = tuple(MemoryShape.of(p) for _, p in self.named) if self.sharded is not None else self.specs
         self.wholes: list[Box] = [tuple((0, size) for size in spec.stored) for spec in self.specs]
         # Known from the start with owners, and after the first step between ranks; else found anew each step.
-        self.layout = _remembered(net, self.named, self.specs) if net is not None else None
+        self.cuts: dict[Layout, Layout] = {}
+        whole = _remembered(net, self.named) if net is not None and asked else None
+        self.layout = None if whole is None else self.share_of(whole)
         self.used: Layout | None = None
         self.found = False  # whether the layout is what ranks agreed on rather than given
         self.agreed: dict[int, list[int]] = {}  # per number of rows, the owner masks all ranks agreed on
         self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.met = False  # whether a loss reached a parameter on any rank
         self.known: dict[tuple[int, ...], bool] = {}  # owner masks read off a graph: whether it could tell them
+
+    def share_of(self, whole: Layout) -> Layout:
+        """What this rank holds of a layout of whole parameters: all of it, unless they are sharded."""
+        if self.sharded is None:
+            return whole
+        if whole not in self.cuts:
+            self.cuts[whole] = share_of(whole, self.sharded.windows)
+        return self.cuts[whole]
+
+    def reached_by(self, masks: Sequence[int], tasks: int) -> Layout:
+        """The layout that the graph tells: per parameter the tasks that reach it, as bits."""
+        return self.share_of(from_masks(self.whole_specs, tuple(masks), tasks))
 
     def zeros(self, index: int, box: Box) -> Tensor:
         return self.params[index].new_zeros([stop - start for start, stop in box])
@@ -107,11 +123,11 @@ class Statistics:
 _layouts: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Layout]]" = weakref.WeakKeyDictionary()
 
 
-def _remembered(net: nn.Module, parameters: Named, specs: tuple[MemoryShape, ...]) -> Layout | None:
+def _remembered(net: nn.Module, parameters: Named) -> Layout | None:
     """The layout of a net that knows its owners; costly to plan, so kept as long as the net lives."""
     if not callable(getattr(net, "owners", None)):
         return None
-    names = tuple((name, spec) for (name, _), spec in zip(parameters, specs, strict=True))
+    names = tuple((name, MemoryShape.of(p)) for name, p in parameters)
     kept = _layouts.get(net)
     if kept is not None and kept[0] == names:
         return kept[1]

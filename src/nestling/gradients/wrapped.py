@@ -1,4 +1,4 @@
-"""Models wrapped for several processes: DistributedDataParallel, and what averages gradients in ways we do not know.
+"""Models wrapped for several processes: DistributedDataParallel and FSDP2, and what we do not know and refuse.
 
 In come parameters, however they were handed over; out comes the wrapper that holds them, or a refusal. A wrapper's hooks
 wait for gradients to be accumulated, once per step; ours are taken beside them, task by task (`Beside`), so that nothing is
@@ -6,6 +6,7 @@ averaged twice.
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nestling.errors import NestlingError
+from nestling.gradients.sharded import FSDP, Sharded, managers
 
 
 class Route(Protocol):
-    """A way to gradients other than accumulating them into `.grad`."""
+    """A way to gradients other than accumulating them into `.grad`; `group`: whose mean they are to be."""
+
+    group: dist.ProcessGroup | None
 
     def gradients(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor] | None, retain: bool, params: Sequence[Tensor]
@@ -34,6 +38,7 @@ class Beside(Route):
 
     def __init__(self, wrapper: DistributedDataParallel | None) -> None:
         self.wrapper = wrapper
+        self.group = dist.group.WORLD if wrapper is None else wrapper.process_group
 
     def gradients(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor] | None, retain: bool, params: Sequence[Tensor]
@@ -63,6 +68,15 @@ class Beside(Route):
             wrapper._static_graph_delay_allreduce_enqueued = before
 
 
+def route_of(named: Sequence[tuple[str, Tensor]], net: nn.Module | None) -> Route | None:
+    """How to come to the gradients of these parameters; None: by accumulating them, as a lone process does."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if any(hasattr(p, "placements") for _, p in named):  # DTensors
+        return Sharded(named, managers([p for _, p in named], net))
+    return Beside(wrapper_of([p for _, p in named]))
+
+
 def unwrapped(net: nn.Module) -> nn.Module:
     """The module inside, which knows its owners and its parameters' names."""
     return unwrapped(net.module) if isinstance(net, DistributedDataParallel) else net
@@ -75,8 +89,6 @@ _wrappers: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDict
 def wrapper_of(params: Sequence[Tensor]) -> DistributedDataParallel | None:
     """The live wrapper that holds these parameters, if there is one that we know; others are refused. Looks once per first
     parameter."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
     key = id(params[0])
     if _looked.get(key) is not params[0]:
         _wrappers.pop(key, None)
@@ -90,15 +102,15 @@ def wrapper_of(params: Sequence[Tensor]) -> DistributedDataParallel | None:
 
 
 def _search(params: Sequence[Tensor]) -> DistributedDataParallel | None:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second, so only where it is used
-
+    fsdp: Any = sys.modules.get(FSDP)
+    older = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
     ours = {id(p) for p in params}
     for known in gc.get_objects():
-        if issubclass(type(known), (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+        if issubclass(type(known), (DistributedDataParallel, *older)):
             wrapper: Any = known
             if any(id(p) in ours for p in wrapper.parameters()):
                 if not isinstance(wrapper, DistributedDataParallel):
-                    raise _sharded()
+                    raise _older()
                 _check(wrapper)
                 return wrapper
     return None
@@ -120,9 +132,9 @@ def _check(wrapper: DistributedDataParallel) -> None:
             )
 
 
-def _sharded() -> NestlingError:
+def _older() -> NestlingError:
     return NestlingError(
-        "these parameters belong to a model sharded by FSDP, which adds up what every backward pass gives before tasks "
-        "can be combined: found a sharded model, expected the bare module with whole parameters on every rank. Drop "
-        "fully_shard (or FullyShardedDataParallel): nestling.backward averages each task's gradient over the ranks itself"
+        "these parameters belong to a model wrapped in FullyShardedDataParallel, the older FSDP, which adds up what every "
+        "backward pass gives before tasks can be combined: use torch.distributed.fsdp.fully_shard(model), which "
+        "nestling.backward works with, or DistributedDataParallel"
     )
