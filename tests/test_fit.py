@@ -66,9 +66,6 @@ def test_everything_else_opens_what_fit_leaves(tmp_path: Path) -> None:
     assert [row["error"] for row in again["stages"]] == errors_of(run) and again["stored"]
     assert nestling.resolve(run.path).results["teacher"] == run.results["teacher"]  # evaluating anew does not lose it
     assert len(profile.command(str(run.path), device="cpu", repeats=3)["stages"]) == 3
-    page = tmp_path / "report.html"
-    report.command((str(run.path),), str(page))
-    assert "osgd" in page.read_text()
     picture = tmp_path / "digit.png"
     Image.fromarray(test[0][0, 0].numpy()).save(picture)
     said = predict.command(str(run.path), (str(picture),), device="cpu")["images"][0]["answer"]
@@ -93,6 +90,36 @@ def test_a_folder_holds_data_and_never_code(tmp_path: Path) -> None:
     with pytest.raises(NestlingError, match="a folder holds no code"):
         nestling.load(tmp_path / "mine")
     assert nestling.load(tmp_path / "mine", build=nested).plan.stages == 3
+
+
+def test_the_reports_first_table_is_your_network_and_each_stage_beside_it(tmp_path: Path) -> None:
+    (train, test), module = digits(128), backbone()
+    net = nestling.exits(module, at=(0.3,), shape=(1, 8, 8))
+    run = nestling.fit(net, train, test, teacher=module, out=tmp_path / "mine", epochs=1, quiet=True, repeats=5)
+    made = report.command((str(run.path),), str(tmp_path / "report.html"))
+    first = (tmp_path / "report.md").read_text().partition("|")[2].split("\n\n")[0]
+    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in f"|{first}".splitlines()]
+    assert [row[0].split("  ")[0] for row in rows[2:]] == ["your network", "stage 1, exit1", "stage 2, full"], made
+    errors = [float(row[1]) for row in rows[2:]]
+    assert errors[0] == pytest.approx(errors[2]) == pytest.approx(100 * run.results["teacher"]["error"], abs=0.01)
+    assert all(row[3].split()[0] != "–" for row in rows[2:]) and all(row[4] != "–" for row in rows[2:])
+
+
+def test_a_teacher_that_cannot_be_read_is_timed_by_torch(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = backbone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.inner(x if float(x.mean()) > -1e9 else -x)
+            return found
+
+    train, test = digits(64)
+    run = nestling.fit(nested(), train, test, teacher=Odd(), out=tmp_path / "mine", epochs=1, quiet=True, repeats=3)
+    assert run.read_json("profile.json")["teacher"]["engine"] == "torch eager"
+    report.command((str(run.path),), str(tmp_path / "report.html"))
+    assert "timed by torch eager" in (tmp_path / "report.md").read_text()
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
@@ -122,7 +149,7 @@ def forms() -> dict[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("form", list(forms()))
 def test_data_come_in_any_form(form: str, tmp_path: Path) -> None:
     train, test = forms()[form]
-    run = nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, batch=32, quiet=True)
+    run = nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, batch=32, quiet=True, repeats=0)
     assert run.results["n"] == 360 and len(run.read_log()) == 1
     assert run.results["classes"] == list("abcdefghij" if "Data" in form and "Tensor" not in form else "0123456789")
     assert run.images(8).shape == (8, 1, 8, 8)
@@ -142,7 +169,9 @@ def test_a_data_set_by_name_and_a_folder_of_pictures(tmp_path: Path) -> None:
             Image.fromarray(images[index, 0].numpy()).convert("RGB").save(place / f"{index}.png")
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
     net = nestling.nest(module, "w", shape=(3, 8, 8))
-    run = nestling.fit(net, str(tmp_path / "pictures"), out=tmp_path / "folder", epochs=1, batch=8, quiet=True)
+    run = nestling.fit(
+        net, str(tmp_path / "pictures"), out=tmp_path / "folder", epochs=1, batch=8, quiet=True, repeats=0
+    )
     assert run.results["classes"] == sorted("0123456789") and run.results["n"] == 40
 
 
@@ -153,7 +182,7 @@ def test_only_what_needs_gradients_is_trained_and_what_is_in_evaluation_stays(tm
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
     before, kept = state(net), state(frozen)
-    nestling.fit(net, train, test, out=tmp_path / "mine", epochs=2, batch=32, quiet=True)
+    nestling.fit(net, train, test, out=tmp_path / "mine", epochs=2, batch=32, quiet=True, repeats=0)
     assert all(torch.equal(frozen.state_dict()[key], value) for key, value in kept.items())
     assert not frozen.training and net.training
     changed = {key for key, value in net.state_dict().items() if not torch.equal(before[key], value)}
@@ -167,7 +196,16 @@ def test_exits_train_by_every_strategy_and_the_backbone_stays(strategy: str, tmp
     x = floats(test)[0]
     before = net.eval()(x)
     run = nestling.fit(
-        net, train, test, teacher=module, out=tmp_path / "mine", epochs=1, batch=32, strategy=strategy, quiet=True
+        net,
+        train,
+        test,
+        teacher=module,
+        out=tmp_path / "mine",
+        epochs=1,
+        batch=32,
+        strategy=strategy,
+        quiet=True,
+        repeats=0,
     )
     assert len(run.read_log()) == 1  # greedy training gives no turn to a stage of which nothing trains
     after = net.eval()(x)
@@ -180,7 +218,9 @@ def losses_of(y: Tensor, x: Tensor) -> Tensor:
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     train, test = digits(64)
-    run = nestling.fit(nested(), train, test, loss=losses_of, out=tmp_path / "mine", epochs=1, batch=32, quiet=True)
+    run = nestling.fit(
+        nested(), train, test, loss=losses_of, out=tmp_path / "mine", epochs=1, batch=32, quiet=True, repeats=0
+    )
     assert run.recipe.train.loss.endswith(":losses_of")
     logits, labels = (run.outputs()[key] for key in ("logits", "labels"))
     assert run.read_log()[0]["test_loss"][0] == pytest.approx(float(losses_of(logits[0], labels)), abs=1e-5)
@@ -193,7 +233,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def go(out: str, **more: Any) -> Any:
         net = nestling.nest(backbone(drop=0.3), "w", shape=(1, 8, 8))
         loaders = DataLoader(train, 32, shuffle=True), DataLoader(test, 64)
-        return nestling.fit(net, *loaders, out=tmp_path / out, epochs=3, quiet=True, **more)
+        return nestling.fit(net, *loaders, out=tmp_path / out, epochs=3, quiet=True, repeats=0, **more)
 
     whole = go("whole")
     stopped = go("parts", seconds=0.0)

@@ -37,7 +37,7 @@ from nestling.runtime.forecast import KEPT, Forecast, PastTrail, Recent, survey
 from nestling.runtime.runtime import spec_of
 from nestling.runtime.work import ImageWork, Trail, Work
 from nestling.runtime.worker import Worker
-from nestling.studies.profile import measure
+from nestling.studies.measure import measure
 
 
 @pytest.fixture(scope="module")

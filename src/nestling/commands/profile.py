@@ -18,6 +18,7 @@ def command(
     repeats: int = 300,
     dry: bool = False,
     build: str = "",
+    teacher: str = "",
 ) -> dict[str, Any]:
     """Measure the latency of every stage of a run on this device and store it with the run.
 
@@ -30,8 +31,9 @@ def command(
         repeats: how often every condition is measured.
         dry: measure, but store nothing; with --json, every repeat is printed.
         build: the function that builds a network of your own, such as my_file.py:build.
+        teacher: the function that gives the module it learnt from, which is then measured, too.
     """
-    return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build)
+    return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build, teacher)
 
 
 def show(result: dict[str, Any]) -> Table:

@@ -32,8 +32,8 @@ def parsed(way: str) -> tuple[str, list[Any], dict[str, Any]]:
         call = ast.parse(way if "(" in way else f"{way}()", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("no call")
-        listed = [ast.literal_eval(value) for value in call.args]
-        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        listed = [value_of(value) for value in call.args]
+        named = {str(word.arg): value_of(word.value) for word in call.keywords if word.arg}
     except (SyntaxError, ValueError) as error:
         raise NestlingError(f"network.way is {way!r}; {expected}") from error
     if call.func.id not in WAYS:
@@ -41,6 +41,18 @@ def parsed(way: str) -> tuple[str, list[Any], dict[str, Any]]:
             f"network.way is {way!r}; did you mean {nearest(call.func.id, WAYS)}? There are {join(list(WAYS))}"
         )
     return call.func.id, listed, named
+
+
+def value_of(text: ast.expr) -> Any:
+    """What an argument says: numbers, also as 1 / 8, words, and lists of them."""
+    if isinstance(text, ast.Tuple | ast.List):
+        return tuple(value_of(part) for part in text.elts)
+    if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Div):
+        above, below = ast.literal_eval(text.left), ast.literal_eval(text.right)
+        if type(above) in (int, float) and type(below) in (int, float) and below:
+            return above / below
+        raise ValueError("no fraction")
+    return ast.literal_eval(text)
 
 
 def made_anytime(module: "nn.Module", way: str, shape: tuple[int, ...] | None) -> "NestedNet":

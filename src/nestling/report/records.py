@@ -70,6 +70,11 @@ class Run:
         return tuple({**row, "stage": self.alone or row["stage"]} for row in rows)
 
     @cached_property
+    def profile(self) -> dict[str, Any]:
+        """profile.json as it is; {} = not measured."""
+        return self.folder.read_facts(PROFILE)
+
+    @cached_property
     def latency(self) -> Latency | None:
         return load_profile(self.folder) if self.folder.has(PROFILE) else None
 

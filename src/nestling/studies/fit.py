@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from nestling.data import DATASETS, load
-from nestling.data.dataset import DataSet
+from nestling.data import DATASETS
 from nestling.errors import NestlingError
-from nestling.files import RECIPE, RESULTS
+from nestling.files import PROFILE, RECIPE, RESULTS
 from nestling.nets import NestedNet
-from nestling.recipes.code import UserFunction, hand_object, hand_over, handed
+from nestling.recipes.code import UserFunction, hand_object, hand_over
 from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
-from nestling.runs.device import pick_device
-from nestling.runs.evaluate import errors
 from nestling.runs.folder import RunDir
 from nestling.runs.open import OpenedRun, resolve
-from nestling.train.losses import task_loss
+from nestling.studies.original import at_hand, judged
+from nestling.studies.profile import profile
+from nestling.train.loop import main_rank
 from nestling.train.run import train as train_recipe
-from nestling.train.teacher import answer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -50,6 +48,7 @@ def fit(
     resume: bool = False,
     seconds: float = inf,
     quiet: bool = False,
+    repeats: int = 100,
     command: str = "nestling.fit",
 ) -> OpenedRun:
     """Train a network of your own into a run folder, and judge it there.
@@ -62,6 +61,7 @@ def fit(
     teacher: a module to learn from (with train.distill, 0.5 unless set), or a run's folder. Report and results show it, too.
     loss: of output and target, a mean over the batch; cross-entropy of classes and squared error of numbers if not given.
     set: any field of the recipe, such as ("train.weight_decay=0", "strategy.order=3,2,1").
+    repeats: how often the stages (and the teacher) are timed afterwards, for the report; 0 = not.
     resume: go on with the run in `out`, which was stopped, by its own recipe.
     """
     if isinstance(train, DataLoader) and train.batch_size:
@@ -86,9 +86,13 @@ def fit(
         hand_over(lambda: copy.deepcopy(net), recipe.network.name)  # from now on it is opened, not trained
         if found:
             run.load_weights(net)
-    if found and recipe.train.teacher and "teacher" not in run.results:
+    if not found or not main_rank():
+        return run
+    if at_hand(recipe) and "teacher" not in run.results:
         run.write_json(RESULTS, {**found, "teacher": judged(recipe)})
         del run.results
+    if repeats and not run.has(PROFILE):
+        profile(str(out), recipe.train.device, repeats=repeats)
     return run
 
 
@@ -138,19 +142,3 @@ def taught_by(teacher: "nn.Module | UserFunction | str | None", before: str) -> 
         folder = (Path(teacher) / RECIPE).is_file() or ":" not in teacher
         return {"teacher": teacher if folder else hand_over(teacher, before), "distill": 0.5}
     return {"teacher": hand_over(teacher, before), "distill": 0.5}
-
-
-@torch.no_grad()
-def judged(recipe: Recipe) -> dict[str, Any]:
-    """What results.json says of a teacher: how good it is on the same test inputs."""
-    name, device = recipe.train.teacher, pick_device(recipe.train.device)
-    module = handed(name, "its teacher", "--teacher {0}")() if ":" in name else resolve(name).net()
-    teacher = copy.deepcopy(module).to(device).eval()
-    data: DataSet = load(recipe.data, device)
-    found, labels = [], []
-    for x, y in data.test.batches(256):
-        found.append(answer(teacher(x)).float())
-        labels.append(y)
-    logits, y = torch.cat(found), torch.cat(labels)
-    said = {"name": name.rpartition(":")[2] or name, "loss": float(task_loss(recipe.train, y)(logits, y))}
-    return {**said, "error": float(errors(logits[None], y)[0])} if not y.is_floating_point() else said

@@ -9,21 +9,20 @@ process of their own, because ONNX Runtime makes its shared threads once per pro
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from nestling.errors import NestlingError
 from nestling.files import PROFILE
-from nestling.nets import NestedNet
+from nestling.recipes.code import hand_over
 from nestling.runs.device import pick_device
-from nestling.runs.latency import WARM_UP, Latency, to_dict
+from nestling.runs.latency import to_dict
 from nestling.runs.open import resolve
-from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
-from nestling.runtime.engine import Engine, Floats, Stop
+from nestling.runtime.engine import Floats
+from nestling.studies.measure import measure
+from nestling.studies.original import at_hand, timed
 
 SUMMARY = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
@@ -37,12 +36,15 @@ def profile(
     repeats: int = 300,
     dry: bool = False,
     build: str = "",
+    teacher: str = "",
 ) -> dict[str, Any]:
     """Measure every condition; the first is the profile that others read. `dry`: store nothing, return every repeat."""
     device = str(pick_device(device, "--device "))
     if min(threads) < 1 or min(batch) < 1 or repeats < 1:
         raise NestlingError(f"found threads {threads}, batch {batch}, repeats {repeats}; all must be at least 1")
     opened = resolve(run, build)
+    if teacher:
+        hand_over(teacher, opened.recipe.train.teacher)
     net, images = opened.net(), enough(opened.images(max(64, *batch)).numpy(), max(batch))
     found: list[dict[str, Any]] = []
     for count in threads:
@@ -54,6 +56,8 @@ def profile(
             found.append(to_dict(measure(built, net, images, repeats, size, count, device)))
         built.close()
     result = {**found[0], "conditions": [{key: each[key] for key in SUMMARY} for each in found]}
+    if at_hand(opened.recipe) and threads[0] == 1:
+        result["teacher"] = timed(opened.recipe, images, repeats, device, engine)
     if dry:
         return {"run": run, "stored": False, **result, "all": found}
     stored = not opened.comes_with_us
@@ -81,29 +85,3 @@ def in_another_process(
         raise NestlingError(f"measuring with {threads} threads failed: {done.stderr.strip()}")
     found: list[dict[str, Any]] = json.loads(done.stdout)["all"]
     return found
-
-
-def measure(
-    engine: Engine,
-    net: NestedNet,
-    images: Floats,
-    repeats: int,
-    batch: int = 1,
-    threads: int = 1,
-    device: str = "cpu",
-    clock: Callable[[], float] = time.perf_counter,
-) -> Latency:
-    """Run all stages of an engine over and over and time each; a stage's time includes those before it."""
-    trace = []
-    for repeat in range(WARM_UP + repeats):
-        at = repeat * batch % (len(images) - batch + 1)
-        x = np.ascontiguousarray(images[at : at + batch])
-        began, done = clock(), []
-        state = engine.start(x)
-        for stage in range(1, engine.stages + 1):
-            _, state = engine.step(stage, state, Stop())
-            done.append((clock() - began) * 1e3)
-        trace.append(tuple(done))
-    macs = tuple(net.plan.macs(stage) for stage in net.plan.answering)
-    name = device_name(device)
-    return Latency(tuple(trace[WARM_UP:]), macs, name, threads, batch, "float32", engine.name)

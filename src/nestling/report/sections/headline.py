@@ -1,5 +1,7 @@
 """The headline: every nest at a glance, then error per stage of every way of training, beside the independent nets."""
 
+from typing import Any
+
 from nestling.report.content import (
     Cell,
     NestSummary,
@@ -15,12 +17,14 @@ from nestling.report.content import (
     time_text,
 )
 from nestling.report.families import ALONE, Family, Line
+from nestling.report.records import Run
 from nestling.report.subject import Subject, lacking
-from nestling.report.times import times
+from nestling.report.times import conditions, times
 
 
 def headline(about: Subject) -> Section:
     blocks: list[PageBlock] = []
+    blocks += [beside_original(run) for run in about.runs if "teacher" in run.results]
     for family in about.mains:
         blocks += [steps(family, line) for line in family.judged_nests[:1]]
     for family in about.families:
@@ -39,6 +43,45 @@ def headline(about: Subject) -> Section:
     )
     blocks += lacking(unjudged, "results yet", remedy)
     return Section("headline", "Error per stage", tuple(blocks))
+
+
+def beside_original(run: Run) -> Table:
+    """The network a run learnt from, and each of its stages beside it: error, and milliseconds where they were measured."""
+    theirs, timed = run.results["teacher"], run.profile.get("teacher", {})
+    measured = run.latency.median() if run.latency else ()
+    rows = [original_row(theirs, timed)]
+    for place, row in enumerate(run.stages):
+        away = f"{100 * (row['error'] - theirs['error']):+.2f}".replace("-", "−") if "error" in theirs else ""
+        ms = measured[place] if place < len(measured) else None
+        share = f"{ms / timed['median_ms']:.0%}" if ms is not None and timed.get("median_ms") else ""
+        macs = f"{row['macs'] / timed['macs']:.0%}" if timed.get("macs") else ""
+        rows.append(
+            (
+                Cell(f"stage {row['stage']}, {row['size']}", stage=row["stage"]),
+                Cell(f"{100 * row['error']:.2f}"),
+                Cell(away),
+                Cell(time_text(ms) if ms is not None else "–", small=share),
+                Cell(count_text(row["macs"]), small=macs),
+            )
+        )
+    columns = tuple(Cell(text) for text in ("", "error in %", "against yours", "answers after", "MACs"))
+    n = run.results["n"]
+    caption = f"{n:,} {run.results['data']} {run.results['split']} inputs"
+    caption += f"; {conditions(run)}, medians" if measured else "; nestling profile measures the times"
+    if timed and run.latency and timed["engine"] != run.latency.engine:
+        caption += f". Your network was timed by {timed['engine']}, as it could not be read"
+    return Table(f"Your network, and {run.name} beside it", columns, tuple(rows), f"{caption}.", name="yours")
+
+
+def original_row(theirs: dict[str, Any], timed: dict[str, Any]) -> tuple[Cell, ...]:
+    ms, macs = timed.get("median_ms"), timed.get("macs")
+    return (
+        Cell("your network", small="" if theirs["name"].startswith("teacher") else theirs["name"], strong=True),
+        Cell(f"{100 * theirs['error']:.2f}" if "error" in theirs else "–"),
+        Cell(""),
+        Cell(time_text(ms) if ms is not None else "–"),
+        Cell(count_text(macs) if macs else "–"),
+    )
 
 
 def steps(family: Family, line: Line) -> NestSummary:
