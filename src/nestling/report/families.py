@@ -119,8 +119,8 @@ def make_family(runs: Sequence[Run]) -> Family:
     judged = [run for run in runs if run.results]
     first, network = judged[0].results if judged else {}, runs[0].recipe.network
     return Family(
-        name=f"{network.name}-kept" if network.early else network.name,
-        data=runs[0].recipe.data.name,
+        name=f"{network.name}-kept" if network.early else network.name.lstrip(":"),
+        data="own data" if runs[0].recipe.data.name == "own" else runs[0].recipe.data.name,
         split=first.get("split", "test"),
         n=first.get("n", 0),
         classes=tuple(first.get("classes", ())),

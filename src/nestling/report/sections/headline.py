@@ -51,7 +51,7 @@ def beside_original(run: Run) -> Table:
     measured = run.latency.median() if run.latency else ()
     rows = [original_row(theirs, timed)]
     for place, row in enumerate(run.stages):
-        away = f"{100 * (row['error'] - theirs['error']):+.2f}".replace("-", "−") if "error" in theirs else ""
+        away = points(row["error"] - theirs["error"]) if "error" in theirs else ""
         ms = measured[place] if place < len(measured) else None
         share = f"{ms / timed['median_ms']:.0%}" if ms is not None and timed.get("median_ms") else ""
         macs = f"{row['macs'] / timed['macs']:.0%}" if timed.get("macs") else ""
@@ -141,7 +141,13 @@ def difference(family: Family, line: Line, stage: int) -> str:
     if line.kind == ALONE or not family.alone:
         return ""
     mine, theirs = line.number("error", stage), family.alone[0].number("error", stage)
-    return f"{100 * (mine.mean - theirs.mean):+.2f}".replace("-", "−") if mine and theirs else ""
+    return points(mine.mean - theirs.mean) if mine and theirs else ""
+
+
+def points(difference: float) -> str:
+    """A difference of fractions: +0.12, −0.12, 0.00."""
+    rounded = round(100 * difference, 2)
+    return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
 
 
 def cost_row(family: Family, line: Line, name: str) -> tuple[Cell, ...]:
