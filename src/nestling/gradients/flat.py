@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from nestling.gradients import kernels
-from nestling.gradients.contract import Blocks, TaskRows
+from nestling.gradients.contract import Blocks
 from nestling.gradients.owners import Layout
-from nestling.gradients.rows import Rows
+from nestling.gradients.rows import LaidOutRows, Rows
 
 CHUNK = 1024  # entries of one short inner product
 
 
-class FlatRows(TaskRows):
+class FlatRows(LaidOutRows):
     """`places[t]` says where task t's entries, in the order it hands them over, stand in the flat parameters."""
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, places: Sequence[Tensor]) -> None:
@@ -33,14 +33,6 @@ class FlatRows(TaskRows):
         self._labels: dict[str, Tensor] = {}
         self._grads = self._grad_views()
         self._by_piece = self._piece_views()
-
-    @property
-    def tasks(self) -> int:
-        return self.layout.tasks
-
-    @property
-    def device(self) -> torch.device:
-        return self.params[0].device
 
     def agreed(self, weights: Tensor) -> Tensor:
         """A matrix is of one process: there is nobody to agree with."""

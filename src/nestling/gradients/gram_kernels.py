@@ -31,6 +31,34 @@ def _row(address, spare, entry, size, columns, stride, TYPE: tl.constexpr, FULL:
 
 
 @triton.jit
+def _no_sums(N: tl.constexpr, BLOCK: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(N * (N + 1) // 2):
+        sums = sums + (tl.zeros([BLOCK], tl.float64),)
+    return sums
+
+
+@triton.jit
+def _added(sums, rows, N: tl.constexpr):
+    """The sums of products of every two rows, with those of these entries."""
+    new = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(i + 1):
+            new = new + (sums[i * (i + 1) // 2 + j] + rows[i] * rows[j],)
+    return new
+
+
+@triton.jit
+def _store(sums, partial, program, N: tl.constexpr):
+    """As a symmetric matrix."""
+    for i in tl.static_range(N):
+        for j in tl.static_range(i + 1):
+            total = tl.sum(sums[i * (i + 1) // 2 + j])
+            tl.store(partial + program * N * N + i * N + j, total)
+            tl.store(partial + program * N * N + j * N + i, total)
+
+
+@triton.jit
 def gram(
     pieces,
     starts,
@@ -52,9 +80,7 @@ def gram(
     size = tl.load(sizes + piece)
     width = tl.load(columns + piece)
     spare = tl.load(addresses + piece * N + tl.load(hosts + piece))
-    sums = ()
-    for _ in tl.static_range(N * (N + 1) // 2):
-        sums = sums + (tl.zeros([BLOCK], tl.float64),)
+    sums = _no_sums(N, BLOCK)
     for turn in tl.static_range(TURNS):
         entry = start + turn * BLOCK + tl.arange(0, BLOCK)
         rows = ()
@@ -62,16 +88,8 @@ def gram(
             address, stride = tl.load(addresses + piece * N + task), tl.load(strides + piece * N + task)
             row = _row(address, spare, entry, size, width, stride, TYPE, FULL)
             rows = rows + (row.to(tl.float64),)
-        new = ()
-        for i in tl.static_range(N):
-            for j in tl.static_range(i + 1):
-                new = new + (sums[i * (i + 1) // 2 + j] + rows[i] * rows[j],)
-        sums = new
-    for i in tl.static_range(N):
-        for j in tl.static_range(i + 1):
-            total = tl.sum(sums[i * (i + 1) // 2 + j])
-            tl.store(partial + program * N * N + i * N + j, total)
-            tl.store(partial + program * N * N + j * N + i, total)
+        sums = _added(sums, rows, N)
+    _store(sums, partial, program, N)
 
 
 @triton.jit
@@ -122,24 +140,14 @@ def update(
 def gram_of_matrix(rows, partial, width, N: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     """The same as `gram` where the rows are a matrix: each program has TURNS * BLOCK of its columns."""
     program = tl.program_id(0)
-    sums = ()
-    for _ in tl.static_range(N * (N + 1) // 2):
-        sums = sums + (tl.zeros([BLOCK], tl.float64),)
+    sums = _no_sums(N, BLOCK)
     for turn in tl.static_range(TURNS):
         entry = (program * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
         found = ()
         for task in tl.static_range(N):
             found = found + (tl.load(rows + task * width + entry).to(tl.float64),)
-        new = ()
-        for i in tl.static_range(N):
-            for j in tl.static_range(i + 1):
-                new = new + (sums[i * (i + 1) // 2 + j] + found[i] * found[j],)
-        sums = new
-    for i in tl.static_range(N):
-        for j in tl.static_range(i + 1):
-            total = tl.sum(sums[i * (i + 1) // 2 + j])
-            tl.store(partial + program * N * N + i * N + j, total)
-            tl.store(partial + program * N * N + j * N + i, total)
+        sums = _added(sums, found, N)
+    _store(sums, partial, program, N)
 
 
 @triton.jit

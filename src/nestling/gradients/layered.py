@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.gradients.contract import Blocks, TaskRows
+from nestling.gradients.contract import Blocks
 from nestling.gradients.owners import Layout
 from nestling.gradients.portions import portions
 from nestling.gradients.rowless import WeightUse
-from nestling.gradients.rows import Rows, refuse_nonfinite
+from nestling.gradients.rows import LaidOutRows, Rows, refuse_nonfinite
 
 
 def take(
@@ -37,22 +37,14 @@ def take(
     return {i: grad.clone() for i, grad in grads if grad is not None}  # autograd may hand out one tensor twice
 
 
-class LayeredRows(TaskRows):
+class LayeredRows(LaidOutRows):
     """`rows` has the layout without the layers' weights, `layout` is that of all parameters."""
 
     def __init__(self, layout: Layout, layers: Sequence[WeightUse], rows: Rows) -> None:
-        self.layout, self.layers, self.rows = layout, layers, rows
+        self.params, self.layout, self.layers, self.rows = rows.params, layout, layers, rows
         self.certain = rows.certain
         self.check, rows.check = rows.check, False  # of the whole, not of the part
         self.grams = [layer.gram() for layer in layers]
-
-    @property
-    def tasks(self) -> int:
-        return self.layout.tasks
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
 
     def agreed(self, weights: Tensor) -> Tensor:
         return self.rows.agreed(weights)

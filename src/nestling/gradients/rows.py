@@ -20,7 +20,22 @@ from nestling.gradients.owners import Layout, tasks_of
 from nestling.gradients.portions import CHUNK, Portions, Segment, portions
 
 
-class Rows(TaskRows):
+class LaidOutRows(TaskRows):
+    """Rows of known parameters, with a layout that says who owns what."""
+
+    params: Sequence[Tensor]
+    layout: Layout
+
+    @property
+    def tasks(self) -> int:
+        return self.layout.tasks
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+
+class Rows(LaidOutRows):
     """The gradients of all tasks at one step. A combiner asks for `gram` and answers with `write`."""
 
     def __init__(
@@ -44,14 +59,6 @@ class Rows(TaskRows):
         self.refresh = refresh  # for how many steps the weights are to serve
         self.shards = shards  # the ranks that hold the rest of every row, if there are any
         self.certain = certain  # whether the layout says who owns what, and not only where rows may be other than zero
-
-    @property
-    def tasks(self) -> int:
-        return self.layout.tasks
-
-    @property
-    def device(self) -> torch.device:
-        return self.params[0].device
 
     def agreed(self, weights: Tensor) -> Tensor:
         """Weights that were drawn by chance, made those of the first rank."""

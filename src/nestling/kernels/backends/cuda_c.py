@@ -3,7 +3,7 @@
 Their modules bring `Tiles`, how a kernel is cut and launched, and take `forward`, `back` and `weights` from here.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,20 @@ from nestling.kernels.images import empty_image, empty_moments
 SIDES = (8, 16, 32)  # of images, in pixels
 
 
+class Convolution(NamedTuple):
+    """What a kernel is given, in its order: the convolution of relu(norm(x)), which is put into h, plus a shortcut, is put into
+    y; or with z the transpose."""
+
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+    shortcut: Tensor | None
+    moments: Tensor | None
+    z: Tensor | None
+    affine: Tensor
+    h: Tensor | None
+
+
 class CudaTiles(Protocol):
     @property
     def splits(self) -> int:
@@ -23,19 +37,8 @@ class CudaTiles(Protocol):
     def pixels(self, side: int) -> int:
         """Of images of this side, that a block makes."""
 
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        moments: Tensor | None,
-        affine: Tensor,
-        *,
-        h: Tensor | None = None,
-        shortcut: Tensor | None = None,
-        z: Tensor | None = None,
-    ) -> None:
-        """Into y: the convolution of relu(norm(x)), which is put into h, plus a shortcut; or with z the transpose."""
+    def convolve(self, it: Convolution) -> None:
+        """One launch."""
 
     def weight_gradients(self, xs: list[Tensor], dys: list[Tensor], partials: list[Tensor]) -> None:
         """Into each partial (splits, out, 3, 3, in): each split's share of the sum over pixels, of layers of one shape."""
@@ -70,14 +73,14 @@ def forward(
     assert affine is not None, "these kernels have a norm on the way in"
     h, y = empty_image(x, x.shape[1]), empty_image(x, cout)
     found = empty_moments(x, cout, tiles.pixels(x.shape[3])) if moments else None
-    tiles.convolve(x, weight, y, found, affine, h=h, shortcut=shortcut)
+    tiles.convolve(Convolution(x, weight, y, shortcut, found, None, affine, h))
     return h, y, found if found is not None else affine.new_empty(0)
 
 
 def back(dy: Tensor, weight: Tensor, z: Tensor, affine: Tensor, tiles: CudaTiles) -> tuple[Tensor, Tensor]:
     cout = z.shape[1]
     g, sums = empty_image(dy, cout), empty_moments(dy, cout, tiles.pixels(dy.shape[3]))
-    tiles.convolve(dy, weight, g, sums, affine, z=z)
+    tiles.convolve(Convolution(dy, weight, g, None, sums, z, affine, None))
     return g, sums
 
 

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from nestling.kernels import nvrtc
-from nestling.kernels.backends.cuda_c import back, fits, fits_kernel, forward, macros, measured, runs_on, weights
+from nestling.kernels.backends.cuda_c import (
+    Convolution,
+    back,
+    fits,
+    fits_kernel,
+    forward,
+    macros,
+    measured,
+    runs_on,
+    weights,
+)
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 
@@ -40,25 +50,14 @@ class Tiles(NamedTuple):
         given = macros(cin=x.shape[1], cout=cout, side=x.shape[2], **own, **sizes)
         return nvrtc.kernel(x.device, "sm80.cu", name, 32 * self.warps, shared, given)
 
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        moments: Tensor | None,
-        affine: Tensor,
-        *,
-        h: Tensor | None = None,
-        shortcut: Tensor | None = None,
-        z: Tensor | None = None,
-    ) -> None:
-        (n, cin, side, _), cout = x.shape, y.shape[1]
+    def convolve(self, it: Convolution) -> None:
+        (n, cin, side, _), cout, z = it.x.shape, it.y.shape[1], it.z
         lines, inner = (cout, cin) if z is None else (cin, cout)
         weights, other = lines * (9 * inner // 8 | 1) * 16, self.pixels(side) * cout * 2
         shared = self.tile_bytes(side, cin) + weights + other
         z_stride = cout if z is None else z.stride(3)
-        kernel = self.compiled(x, cout, "conv", shared, convolves=1, back=int(z is not None), z_stride=z_stride)
-        kernel(n * side // self.rows, x, weight, y, shortcut, moments, z, affine, h)
+        kernel = self.compiled(it.x, cout, "conv", shared, convolves=1, back=int(z is not None), z_stride=z_stride)
+        kernel(n * side // self.rows, *it)
 
     def weight_gradients(self, xs: list[Tensor], dys: list[Tensor], partials: list[Tensor]) -> None:
         x, cout = xs[0], dys[0].shape[1]

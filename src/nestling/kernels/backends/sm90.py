@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestling.kernels import chip, nvrtc
 from nestling.kernels.backends import cuda_c
-from nestling.kernels.backends.cuda_c import back, fits, fits_kernel, forward, macros, measured, weights
+from nestling.kernels.backends.cuda_c import Convolution, back, fits, fits_kernel, forward, macros, measured, weights
 
 __all__ = ["NAME", "Tiles", "back", "candidates", "forward", "halves", "suits", "tiles", "weights"]
 
@@ -44,19 +44,8 @@ class Tiles(NamedTuple):
         given = macros(cin=x.shape[1], cout=cout, side=x.shape[2], **own, **sizes)
         return nvrtc.kernel(x.device, "sm90.cu", name, 128 * self.warpgroups, shared, given)
 
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        moments: Tensor | None,
-        affine: Tensor,
-        *,
-        h: Tensor | None = None,
-        shortcut: Tensor | None = None,
-        z: Tensor | None = None,
-    ) -> None:
-        (n, cin, side, _), cout = x.shape, y.shape[1]
+    def convolve(self, it: Convolution) -> None:
+        (n, cin, side, _), cout, z = it.x.shape, it.y.shape[1], it.z
         k, n_tile, pixels = min(cin, 64), min(cout, 64), self.pixels(side)
         taps = 9 if cin < 64 else self.stages
         before = cin // k * self.plane_bytes(side, cin) + taps * n_tile * k * 2
@@ -65,8 +54,8 @@ class Tiles(NamedTuple):
         )  # on its way out, and sums of each warp
         sizes = {"convolves": 1, "back": int(z is not None), "ring": self.stages}
         sizes["z_stride"] = cout if z is None else z.stride(3)
-        kernel = self.compiled(x, cout, "conv", max(before, after), **sizes)
-        kernel(n * side * side // pixels * (cout // n_tile), x, weight, y, shortcut, moments, z, affine, h)
+        kernel = self.compiled(it.x, cout, "conv", max(before, after), **sizes)
+        kernel(n * side * side // pixels * (cout // n_tile), *it)
 
     def weight_gradients(self, xs: list[Tensor], dys: list[Tensor], partials: list[Tensor]) -> None:
         x, cout = xs[0], dys[0].shape[1]

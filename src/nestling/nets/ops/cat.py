@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Cat(Operation):
     kind: ClassVar[str] = "cat"
+    any_axis: ClassVar[bool] = True
     joins: ClassVar[bool] = True
-
-    @property
-    def any_axis(self) -> bool:
-        return True
 
     def channels(self, reads: Sequence[Node]) -> int:
         return sum(read.channels for read in reads)

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Input(Operation):
     kind: ClassVar[str] = "input"
-
-    @property
-    def any_axis(self) -> bool:
-        return True
+    any_axis: ClassVar[bool] = True
 
     def births(self, node: Node, reads: Sequence[Node]) -> Births:
         return (1,) * node.channels

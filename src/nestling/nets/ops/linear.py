@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Linear(WeightedOp):
     kind: ClassVar[str] = "linear"
+    any_axis: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("Linear",)
     functions: ClassVar[tuple[str, ...]] = ("linear",)
 
@@ -36,10 +37,6 @@ class Linear(WeightedOp):
         from torch import nn
 
         return nn.Linear(weight.shape[1], weight.shape[0], bias=bias, device="meta")
-
-    @property
-    def any_axis(self) -> bool:
-        return True
 
     def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
         super().check(plan, node, reads)

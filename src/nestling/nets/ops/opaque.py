@@ -24,11 +24,8 @@ class Opaque(Module):
     held: int = 0  # parameters
 
     kind: ClassVar[str] = "opaque"
+    any_axis: ClassVar[bool] = True
     tail: ClassVar[bool] = False
-
-    @property
-    def any_axis(self) -> bool:
-        return True
 
     def births(self, node: Node, reads: Sequence[Node]) -> Births:
         return (max(birth for read in reads for birth in read.births),) * node.channels

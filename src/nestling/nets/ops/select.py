@@ -25,10 +25,8 @@ class Select(Operation):
     source: tuple[int, ...]  # the input channel copied to each output channel, -1 for zeros
 
     kind: ClassVar[str] = "select"
-
-    @property
-    def any_axis(self) -> bool:
-        return True
+    any_axis: ClassVar[bool] = True
+    picks: ClassVar[bool] = True
 
     def channels(self, reads: Sequence[Node]) -> int:
         return len(self.source)
@@ -41,10 +39,6 @@ class Select(Operation):
         """Nothing but zeros still take their shape from somewhere: from one channel that exists."""
         [wanted] = super().wants(node, reads, rows, stage)
         return (wanted or tuple(c for c, birth in enumerate(reads[0].births) if birth <= stage)[:1],)
-
-    @property
-    def picks(self) -> bool:
-        return True
 
     def narrow(self, node: Node, rows: Channels, wanted: Sequence[Channels]) -> Operation:
         place = {channel: i for i, channel in enumerate(wanted[0])}

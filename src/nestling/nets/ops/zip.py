@@ -31,11 +31,8 @@ class Zip(Operation):
     function: str
 
     kind: ClassVar[str] = "zip"
+    any_axis: ClassVar[bool] = True
     joins: ClassVar[bool] = True
-
-    @property
-    def any_axis(self) -> bool:
-        return True
 
     def channels(self, reads: Sequence[Node]) -> int:
         return max(read.channels for read in reads)
