@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.data import DataSet, Split
+from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, RESULTS
 from nestling.nets import NestedNet, Plan
 from nestling.nets.modes import evaluating
@@ -160,8 +161,16 @@ def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, T
     run.save_tensors(OUTPUTS, tensors)
     indices = gallery(tensors["logits"], tensors["labels"])
     run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices, **inputs(data)})
-    before = run.read_facts(RESULTS)
-    run.write_json(RESULTS, found | {key: before[key] for key in ("teacher",) if key in before})
+    run.write_json(RESULTS, found | taught(run))
+
+
+def taught(run: RunDir) -> dict[str, Any]:
+    """What earlier results say of the network that it learnt from, which is not asked again; {} where they cannot be read."""
+    try:
+        before = run.read_facts(RESULTS)
+    except NestlingError:
+        return {}
+    return {key: before[key] for key in ("teacher",) if key in before}
 
 
 def inputs(data: DataSet) -> dict[str, Tensor]:
