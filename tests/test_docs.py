@@ -104,3 +104,22 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "backward" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+
+
+def test_what_contributing_names_is_there() -> None:
+    """Every row of its table: the folder of the new file, and the registry in the file that is said to have it."""
+    source = ROOT / "src" / "nestling"
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1:4] for row in text.splitlines() if row.startswith("| a")]
+    assert len(rows) >= 12
+    for _, new, lines in rows:
+        for path in re.findall(r"`([^`]+/[^`]+)`", new):
+            assert (source / path).parent.is_dir(), path
+        for registry, path in re.findall(r"`(\w+)`(?: or its like)? in `([^`]+)`", lines):
+            assert re.search(rf"^(class )?{registry}\b", (source / path).read_text(encoding="utf-8"), re.MULTILINE), (
+                registry
+            )
+    for path in re.findall(r"`([\w/]+\.(?:py|md))`", text):
+        assert (
+            (source / path).is_file() or (ROOT / path).is_file() or "NAME" in path or "DATA" in path or "XX" in path
+        ), path

@@ -138,6 +138,16 @@ def test_every_file_says_what_it_is_in_at_most_eight_lines(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_that_a_docstring_names_are_there(path: Path) -> None:
+    """Beside the file or one folder up, or with their folder's name."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    for name in re.findall(r"[\w/]*\w\.(?:py|cuh?)\b", text):
+        homes = [SOURCE, ROOT] if "/" in name else [path.parent, path.parent.parent]
+        there = any((home / name).is_file() for home in homes) or name.startswith("my_")  # a user's
+        assert there, f"{path} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_nothing_is_ever_unpickled(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -20,6 +20,7 @@ from nestling.nets.plan import Node
 from nestling.nets.reading import agree, read
 from nestling.nets.registry import build
 from nestling.recipes.recipe import NetworkRecipe
+from nestling.runtime.portable import Portable
 
 IMAGE = (3, 8, 8)
 
@@ -94,7 +95,13 @@ def test_odd_sizes_of_width_resnets(name: str, side: tuple[int, int]) -> None:
 def test_odd_sizes_are_exported(tmp_path: Path) -> None:
     net = build(NetworkRecipe("width-digits"), shape=(1, 7, 9)).eval()
     spec = nestling.Spec("odd", (1, 7, 9), tuple("0123456789"), net.sizes, mean=(0.5,), std=(0.5,))
-    nestling.export_net(net, spec, str(tmp_path / "odd"), torch.randn(8, 1, 7, 9))  # which verifies what it wrote
+    nestling.export_net(net, spec, str(tmp_path / "odd"), torch.randn(8, 1, 7, 9))
+    x = torch.randn(1, 7, 9)
+    with Portable(tmp_path / "odd") as runtime, torch.no_grad():
+        found = [answer.probabilities for answer in runtime.answers(x.numpy())]
+        expected = [logits.softmax(-1)[0] for logits in net(x[None])]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(torch.from_numpy(mine), theirs, atol=1e-5)
 
 
 def test_a_subnetwork_has_its_own_dropout() -> None:

@@ -1,7 +1,7 @@
 """One part of a data set (train or test), as batches of normalised images and labels.
 
 `Split` is what every data set offers. `MemorySplit` holds all images as uint8 on the device; the streaming
-one is in folder.py. Randomness comes from a CPU generator passed in; without one, batches come in order and
+one is in image_folder.py. Randomness comes from a CPU generator passed in; without one, batches come in order and
 plain. Knows neither where the images come from nor what is trained on them.
 """
 

@@ -1,4 +1,4 @@
-"""The deadline study of a family: from its runs' outputs and measured times to rows of deadline.py.
+"""The deadline study of a family: from its runs' outputs and measured times to rows of studies/deadline.py.
 
 Comes in: a family, the one it is measured against (Base), and their times. Goes out: rows per scheme, averaged over
 seeds, or a sentence that says why there are none.

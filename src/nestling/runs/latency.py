@@ -1,7 +1,7 @@
 """What each stage costs: latency measured on a device, beside the plan's MACs, as profile.json in a run folder keeps it.
 
 A Latency's trace holds every repeat (the deadline study needs the spread, not only the middle). A stage's time is the time
-until its answer is out, the earlier stages' included. Who measures is profile.py; nothing here runs a network.
+until its answer is out, the earlier stages' included. Who measures is studies/profile.py; nothing here runs a network.
 """
 
 import statistics

@@ -1,8 +1,7 @@
 """Server: several networks, answered for many threads and coroutines at a time by one scheduler each.
 
-In: names of trained networks, run folders, folders of exported stages, networks. Out: Answers, as from a Runtime. The protocols
-(http.py, grpc.py) are clients of this. A network can be opened anew while others ask: who has asked is still answered by
-the old one.
+In: names of trained networks, run folders, folders of exported stages, networks. Out: Answers, as from a Runtime. Protocols are
+clients of this. A network can be opened anew while others ask: who has asked is still answered by the old one.
 """
 
 import time

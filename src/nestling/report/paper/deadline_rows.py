@@ -1,7 +1,7 @@
 """The paper's deadline study, from run folders, or from the rows that an earlier study left in a CSV file.
 
 In: runs, the ways of training to show, a folder of results. Out: rows (network, scheme, deadline, error, guesses, device), and
-what is missing. The study itself is deadline.py's, the sorting of runs and traces the report's; here both meet the paper.
+what is missing. The study itself is studies/deadline.py's, the sorting of runs and traces the report's; here both meet the paper.
 """
 
 import csv

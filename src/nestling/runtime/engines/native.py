@@ -2,8 +2,8 @@
 
 In: frozen stages and the shapes of what passes between them. Out: one graph per stage, already optimised, and the shapes of
 what passes now. ONNX Runtime keeps images in a blocked layout of its own and turns them round wherever a graph begins or
-ends; cut after that, stages hand on blocks as they are. Good for this process only: what is written to files is graph.py's.
-Runs the network once, on zeros.
+ends; cut after that, stages hand on blocks as they are. Good for this process only: export/graph.py writes what goes to
+files. Runs the network once, on zeros.
 """
 
 import tempfile
