@@ -434,7 +434,7 @@ def test_stripes_are_cut_at_the_nearest_channel() -> None:
 
 def test_layers_keep_their_names_and_allowed_weights() -> None:
     module = backbone(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), out=16)
-    net = nest(module, "w", shape=IMAGE)
+    net = nest(module, "w", shape=IMAGE, order=False)
     assert {"0.weight", "1.running_mean", "3.bias", "head1.6.weight", "head2.6.bias"} <= set(net.state_dict())
     old, new = module.state_dict()["3.weight"], net.layer("3").weight
     classifier = module.state_dict()["6.weight"]

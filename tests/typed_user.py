@@ -33,6 +33,7 @@ from nestling import (
     SumSGD,
     TrainRecipe,
     backward,
+    calibrate,
     exits,
     export_net,
     fit,
@@ -61,6 +62,7 @@ def make_a_network(backbone: nn.Module) -> tuple[NestedNet, NestedNet, NestedNet
     kept = keep(backbone, stripes=(1 / 8, 1 / 4), budget=0.3)
     assert_type(kept.overhead, float)
     torch.optim.SGD(kept.new_parameters(), 0.1)
+    calibrate(kept, [torch.randn(8, 3, 32, 32)])
     return nest(backbone, "w,w", shape=(3, 32, 32)), exits(backbone, at=(0.25, 0.5)), kept
 
 

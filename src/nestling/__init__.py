@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.gradients.combiners import COMBINERS, OSGD, SGD, Damped, NormOSGD, NormSGD, PCGrad, SumSGD
     from nestling.gradients.combiners.greedy import Greedy
     from nestling.gradients.combiners.priority import from_deadlines
+    from nestling.nets.calibrate import calibrate
     from nestling.nets.exits import exits
     from nestling.nets.keep import keep
     from nestling.nets.nest import nest
@@ -56,6 +57,7 @@ __all__ = [
     "SumSGD",
     "TrainRecipe",
     "backward",
+    "calibrate",
     "exits",
     "export_net",
     "fit",
@@ -74,6 +76,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.gradients.combiners": ("COMBINERS", "OSGD", "SGD", "Damped", "NormOSGD", "NormSGD", "PCGrad", "SumSGD"),
     "nestling.gradients.combiners.greedy": ("Greedy",),
     "nestling.gradients.combiners.priority": ("from_deadlines",),
+    "nestling.nets.calibrate": ("calibrate",),
     "nestling.nets.exits": ("exits",),
     "nestling.nets.keep": ("keep",),
     "nestling.nets.nest": ("nest",),

@@ -2,8 +2,8 @@
 
 In: a module that turns an image into logits, and how wide the new stages are. Out: a network whose last answer is the
 module's own: its channels are born last and compute what they always computed. Beside each of its layers stands a narrow
-one, born earlier, with a head of its own for every new stage. The narrow layers start as copies of the first channels of the
-module's. What the early stages are beside is said in early.py, what stays frozen in extended.py.
+one, born earlier, with a head of its own for every new stage. The narrow layers start as copies of the module's most important
+channels. What the early stages are beside is said in early.py, what stays frozen in extended.py.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from nestling.nets.nest import own_randomness, read_module
 from nestling.nets.net import follow
 from nestling.nets.plan import Plan
 from nestling.nets.reading.assemble import Assembled, built, check_stages, drawn, fitted, tail_of
+from nestling.nets.reading.ordered import ordered
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import Shape
 
@@ -84,7 +85,7 @@ def made_of(sketch: Sketch, shares: Sequence[float], reads: bool, net: str) -> E
     growth = growth_of(shares)
     check_stages(sketch, growth, net)
     own = own_form(sketch, net).net
-    early = early_form(sketch, growth, net).net
+    early = early_form(ordered(sketch), growth, net).net
     classifier = tail_of(sketch, net)[0].name
     plan = beside(early.plan, own.plan, reads, alone=(classifier,))
     parts: dict[str, nn.Module] = {n.name: own.layer(n.name) for n in own.plan.nodes if n.op.layered}
@@ -114,7 +115,7 @@ def own_form(sketch: Sketch, net: str) -> Assembled:
 
 
 def early_form(sketch: Sketch, growth: Growth, net: str) -> Assembled:
-    """A nest of the module's first channels: all its stages but the last."""
+    """A nest of the module's most important channels: all its stages but the last."""
     plan, layers, origins = drawn(sketch, growth, True, net)
     plan = Plan(net, plan.nodes, plan.heads[:-1], plan.sizes[:-1])
     return built(plan, layers, origins, False)

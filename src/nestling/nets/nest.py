@@ -18,6 +18,7 @@ from nestling.nets.net import NestedNet
 from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.baked import baked
+from nestling.nets.reading.ordered import ordered
 from nestling.nets.reading.read import read
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import Shape
@@ -33,11 +34,13 @@ def nest(
     uneven: bool = False,
     name: str = "",
     proof: bool = True,
+    order: bool = True,
 ) -> NestedNet:
     """The width-nested form of a module for images of `shape`, starting from copies of its weights.
 
     Layers whose channels the stripes do not divide are refused, or cut at the nearest channel if `uneven`. `proof` runs the
     one-stage form beside the module, in training and evaluation, and raises if they differ: turn it off for huge modules.
+    `order` puts the most important channels of every layer into the first stripe; without, they are cut as they stand.
     """
     net = name or type(module).__name__
     grown = grow(growth, stripes)
@@ -48,6 +51,7 @@ def nest(
         )
     sketch = read_module(module, shape, proof, net)
     with own_randomness(module):
+        sketch = ordered(sketch) if order and grown.stages > 1 else sketch
         return assemble(sketch, grown, uneven, net, module.training).net
 
 

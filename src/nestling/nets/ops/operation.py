@@ -184,6 +184,10 @@ class Operation:
         """A tensor of the state of torch's own layer as our layer has it."""
         return value
 
+    def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """A tensor of the state of torch's own layer, with its channels and those it reads moved: which stands where."""
+        return value.reshape(-1)[rows.to(value.device)].view(value.shape) if value.numel() == len(rows) else value
+
     # --- frozen, and as ONNX --------------------------------------------------------------------------------------
 
     def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:

@@ -46,6 +46,12 @@ class WeightedOp(Operation):
         """Of the weight of torch's layer, what reads these input channels."""
         return weight[:, inputs]
 
+    def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        rows, columns = rows.to(value.device), columns.to(value.device)
+        if name != "weight" or self.groups > 1:  # of groups, those of one channel each: rows are all there is
+            return value[rows]
+        return self.reading(value, columns)[rows]
+
     # --- groups ---------------------------------------------------------------------------------------------------
 
     def group_of(self, node: Node, row: int) -> int:
