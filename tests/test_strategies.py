@@ -17,7 +17,8 @@ from nestling.gradients.combiners import COMBINERS, OSGD, make_combiner
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.flat import FlatRows
 from nestling.gradients.owners import from_owners
-from nestling.recipes.recipe import StrategyRecipe, keys, says
+from nestling.recipes.recipe import StrategyRecipe, keys
+from nestling.recipes.rules import says
 from nestling.recipes.strategies import STRATEGIES, Strategy, of_the_paper
 from nestling.report.paper.tables import ORDER
 from nestling.studies.paper.grid import CHOICES

@@ -18,7 +18,8 @@ from nestling.nets.plan import Plan
 from nestling.nets.registry import NETS, ImageShape, plan
 from nestling.nets.svg import draw as picture_of
 from nestling.recipes import RECIPES
-from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override, says
+from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override
+from nestling.recipes.rules import says
 
 
 def command(

@@ -81,14 +81,7 @@ def command(
 
 
 def trained(
-    part: str,
-    jobs: Sequence[Job],
-    command: str,
-    out: str,
-    results: str,
-    beside: int,
-    seconds: float,
-    dry: bool,
+    part: str, jobs: Sequence[Job], command: str, out: str, results: str, beside: int, seconds: float, dry: bool
 ) -> dict[str, Any]:
     """Train these runs and set what is finished of them beside the paper."""
     failed: dict[str, str] = {}
@@ -121,12 +114,7 @@ def keep(paths: Sequence[Path], results: str) -> list[str]:
 
 
 def jobs_of_all(
-    network: tuple[str, ...],
-    strategy: tuple[str, ...],
-    seeds: int,
-    settings: tuple[str, ...],
-    out: str,
-    results: str,
+    network: tuple[str, ...], strategy: tuple[str, ...], seeds: int, settings: tuple[str, ...], out: str, results: str
 ) -> list[Job]:
     """What is missing of CIFAR-10, in order of value."""
     known(network, CIFAR10, "network")

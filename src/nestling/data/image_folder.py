@@ -47,11 +47,7 @@ class FolderSplit:
         return len(self.files)
 
     def batches(
-        self,
-        batch: int,
-        generator: torch.Generator | None = None,
-        augment: bool | None = None,
-        drop_last: bool = False,
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
     ) -> Iterator[Batch]:
         """As every split's; a skipped picture makes its batch shorter."""
         check_batch(batch, len(self), generator, augment, drop_last)
@@ -144,14 +140,7 @@ def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
 
     def split(files: list[str], labels: Tensor, augmented: bool) -> FolderSplit:
         return FolderSplit(
-            tuple(files),
-            labels.to(device),
-            recipe.size,
-            recipe.workers,
-            augmented,
-            recipe.skip_unreadable,
-            mean,
-            std,
+            tuple(files), labels.to(device), recipe.size, recipe.workers, augmented, recipe.skip_unreadable, mean, std
         )
 
     train = split([files[i] for i in kept.tolist()], labels[kept], recipe.augment)

@@ -29,11 +29,7 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def batches(
-        self,
-        batch: int,
-        generator: torch.Generator | None = None,
-        augment: bool | None = None,
-        drop_last: bool = False,
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
     ) -> Iterator[Batch]:
         """One epoch. With a generator: shuffled, and augmented unless augment=False (None = as the recipe
         says). Without: in order, plain. drop_last leaves out a last batch that is not full.
@@ -78,11 +74,7 @@ class MemorySplit:
         return (x, self.labels[chosen]) if boxes is None else cutmix(x, self.labels[chosen], boxes, self.classes)
 
     def batches(
-        self,
-        batch: int,
-        generator: torch.Generator | None = None,
-        augment: bool | None = None,
-        drop_last: bool = False,
+        self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
     ) -> Iterator[Batch]:
         check_batch(batch, len(self), generator, augment, drop_last)
         if generator is None:

@@ -99,12 +99,7 @@ class Fused:
         return tuple(values.take(head) for head in self.net.plan.heads)
 
     def node(
-        self,
-        item: Node,
-        got: list[Tensor],
-        made: Tensor | None,
-        moments: dict[str, Tensor],
-        weights: dict[str, Tensor],
+        self, item: Node, got: list[Tensor], made: Tensor | None, moments: dict[str, Tensor], weights: dict[str, Tensor]
     ) -> Tensor:
         """A node by itself, by a kernel if one fits; where it is made already, only its way back."""
         out: Tensor

@@ -1,68 +1,20 @@
 """What one run is: frozen dataclasses for the data, the network, the strategy and the training.
 
 Comes in: field values, "key=value" overrides or JSON. Goes out: a Recipe whose every field has been checked.
-A field's annotation is its whole rule (type, bounds, choices), so a recipe built in Python, by --set or from
-recipe.json meets the same checks. Knows no network, data set or file by itself.
+A field's annotation is its whole rule (rules.py), so a recipe built in Python, by --set or from recipe.json meets the
+same checks. Knows no network, data set or file by itself.
 """
 
 import dataclasses
-import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from nestling.errors import NestlingError, join, nearest
+from nestling.errors import NestlingError, nearest
 from nestling.files import from_text
+from nestling.recipes.rules import AboveZero, Amount, Count, OneOf, Positive, RecipeSection, Share, hints, parsed, show
 from nestling.recipes.strategies import STRATEGIES
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The range a number must lie in; `above` excludes its own value, the others include theirs."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-
-    def admit(self, value: float) -> bool:
-        return self.least <= value <= self.most and value > self.above
-
-    def __str__(self) -> str:
-        parts = [f"at least {self.least:g}"] if self.least > -math.inf else []
-        parts += [f"above {self.above:g}"] if self.above > -math.inf else []
-        parts += [f"at most {self.most:g}"] if self.most < math.inf else []
-        return " and ".join(parts)
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """The names of a registry, looked up when asked."""
-
-    registry: Mapping[str, object]
-
-    def admit(self, value: str) -> bool:
-        return value in self.registry
-
-    def __str__(self) -> str:
-        return join(list(self.registry))
-
-
-Count = Annotated[int, Bounds(least=0)]
-Positive = Annotated[int, Bounds(least=1)]
-Amount = Annotated[float, Bounds(least=0)]
-AboveZero = Annotated[float, Bounds(above=0)]
-Share = Annotated[float, Bounds(least=0, most=1)]
-
-
-class RecipeSection:
-    """A part of a recipe; on creation every field is checked against its annotation."""
-
-    def __post_init__(self) -> None:
-        for name, hint in hints(type(self)).items():
-            value = checked(getattr(self, name), hint, f"{section_key(type(self))}{name}")
-            object.__setattr__(self, name, value)  # the one place where a list becomes a tuple, 1 becomes 1.0
 
 
 @dataclass(frozen=True)
@@ -93,18 +45,14 @@ class NetworkRecipe(RecipeSection):
     """The network of a run: a nest by name, the independent net of one stage's size, or an ensemble."""
 
     name: str = "width-digits"  # one of ours, or the function that builds your own, such as my_file.py:build
-    way: str = (
-        ""  # how a module of your own becomes anytime, such as exits(at=(0.25, 0.5)); empty = its function did that
-    )
+    way: str = ""  # how your own module becomes anytime, such as exits(at=(0.25, 0.5)); empty = its function did that
     alone: Count = 0  # 0 = the nest; s = a network of stage s's size by itself, fully connected
     ensemble: bool = False  # independent networks of rising size, run one after another
     growth: str = ""  # order of growing, such as "w,d,w,d"; empty here and below = the network's own
     stripes: tuple[Positive, ...] = ()
     widths: tuple[Positive, ...] = ()
     blocks: tuple[Positive, ...] = ()
-    early: tuple[
-        AboveZero, ...
-    ] = ()  # a trained network of the last stage's size is kept, with stages so wide before it
+    early: tuple[AboveZero, ...] = ()  # how wide the stages before a network that is kept are, as shares of its width
     keep: str = ""  # folder of the run in which that network was trained
 
     def __post_init__(self) -> None:
@@ -169,15 +117,9 @@ class TrainRecipe(RecipeSection):
     distill: Share = (
         0.0  # weight of soft targets: the last stage's in the earlier ones' losses, or the teacher's in all
     )
-    teacher: str = (
-        ""  # folder of a trained run whose last stage gives the soft targets, or a function that gives a module
-    )
-    loss: str = (
-        ""  # a function of your own, of output and target; empty = cross-entropy of classes, squared error of numbers
-    )
-    teaches: Literal["all", "last"] = (
-        "all"  # the stages it teaches; last: the last stage alone, which teaches the others
-    )
+    teacher: str = ""  # a trained run whose last stage gives the soft targets, or a function that gives a module
+    loss: str = ""  # your own function of output and target; empty = cross-entropy of classes, squared error of numbers
+    teaches: Literal["all", "last"] = "all"  # whom the teacher teaches; last: the last stage, which teaches the others
     distill_temperature: AboveZero = 2.0
     average: Share = 0.0  # decay of the moving average of weights; 0 = none
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -263,16 +205,12 @@ def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     return dataclasses.replace(recipe, **whole, **parts)
 
 
-def to_json(recipe: Recipe) -> str:
-    return json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
-
-
 def from_json(text: str) -> Recipe:
-    """The recipe that to_json wrote; unknown, missing or wrong fields raise NestlingError."""
+    """The recipe of a recipe.json; unknown, missing or wrong fields raise NestlingError."""
     try:
         found = from_text(text)
     except ValueError as error:
-        raise NestlingError(f"the recipe is not JSON ({error}); expected what to_json writes") from error
+        raise NestlingError(f"the recipe is not JSON ({error}); expected a recipe.json of a run") from error
     return from_dict(found)
 
 
@@ -283,19 +221,10 @@ def from_dict(found: Any) -> Recipe:
     return Recipe(**{**whole, **parts})
 
 
+# Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
-    "decay_norms",
-    "teacher",
-    "teaches",
-    "constant",
-    "literal",
-    "damping",
-    "way",
-    "loss",
-    "early",
-    "keep",
-    "cutmix",
-}  # fields that recipes written before them lack; their defaults are what was done then
+    "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "early", "keep", "cutmix",
+}  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.
 CHANCE = {
@@ -320,86 +249,3 @@ def exact_fields(found: Any, kind: Any, what: str) -> dict[str, Any]:
             "it is incomplete or comes from another version of nestling"
         )
     return found
-
-
-def hints(kind: Any) -> dict[str, Any]:
-    """Field name -> annotation, bounds included."""
-    every = get_type_hints(kind, include_extras=True)
-    return {f.name: every[f.name] for f in dataclasses.fields(kind)}
-
-
-def section_key(kind: type) -> str:
-    """ "train." for TrainRecipe, "" for Recipe itself: what stands before a field's name in messages."""
-    part = kind.__name__.removesuffix("Recipe").lower()
-    return f"{part}." if part else ""
-
-
-def parsed(text: str, hint: Any, key: str) -> Any:
-    """text as a value of the annotated type; NestlingError if it is not one."""
-    kind, _ = split(hint)
-    if get_origin(kind) is tuple:
-        items = [part.strip() for part in text.strip("()[]").split(",")]
-        return tuple(parsed(part, get_args(kind)[0], key) for part in items if part)
-    if kind is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in words:
-            raise wrong(text, hint, key)
-        return words[text.lower()]
-    if kind in (int, float):
-        try:
-            return checked(kind(text), hint, key)
-        except ValueError as error:
-            raise wrong(text, hint, key) from error
-    return checked(text, hint, key)
-
-
-def checked(value: Any, hint: Any, key: str) -> Any:
-    """value as the annotated type (lists become tuples, ints floats); NestlingError if it does not fit."""
-    kind, bounds = split(hint)
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise wrong(value, hint, key)
-        return value
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise wrong(value, hint, key)
-        return tuple(checked(item, get_args(kind)[0], key) for item in value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    # bool is a subclass of int, but train.epochs=True is a mistake.
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise wrong(value, hint, key)
-    if kind is float and not math.isfinite(value):
-        raise wrong(value, hint, key)
-    if bounds is not None and not bounds.admit(value):
-        raise wrong(value, hint, key)
-    return value
-
-
-def split(hint: Any) -> tuple[Any, Any]:
-    """Annotated[int, Bounds(...)] as (int, Bounds(...)), and so with OneOf; a plain type as (type, None)."""
-    if get_origin(hint) is Annotated:
-        kind, bounds = get_args(hint)
-        return kind, bounds
-    return hint, None
-
-
-def says(hint: Any) -> str:
-    """The annotation in words: "a whole number, at least 1"."""
-    kind, bounds = split(hint)
-    if isinstance(bounds, OneOf):
-        return str(bounds)
-    if get_origin(kind) is Literal:
-        return join([str(choice) for choice in get_args(kind)])
-    if get_origin(kind) is tuple:
-        return f"a list such as 3,1,2 whose every item is {says(get_args(kind)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return f"{words.get(kind, kind.__name__)}{f', {bounds}' if bounds else ''}"
-
-
-def show(value: Any) -> str:
-    return ",".join(str(item) for item in value) if isinstance(value, tuple) else repr(value)
-
-
-def wrong(value: Any, hint: Any, key: str) -> NestlingError:
-    return NestlingError(f"{key} is {show(value)}; expected {says(hint)}")

@@ -56,11 +56,7 @@ def publish(report: Document, out: Path) -> dict[str, Any]:
     words = out.with_suffix(".md")
     write_atomically(words, markdown(report, folder.name).encode())
     write_atomically(out, page(report).encode())
-    return {
-        "report": str(out),
-        "markdown": str(words),
-        "pictures": str(folder),
-    }
+    return {"report": str(out), "markdown": str(words), "pictures": str(folder)}
 
 
 def compose(about: Subject) -> Document:

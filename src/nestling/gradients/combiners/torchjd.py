@@ -12,7 +12,7 @@ from torchjd.aggregation import Aggregator, GramianWeightedAggregator, Weighting
 
 from nestling.gradients import Blocks, Combiner, TaskRows
 from nestling.gradients.combiners.diagnosis import Report
-from nestling.gradients.combiners.osgd import OSGD, TOLERANCE
+from nestling.gradients.combiners.osgd import OSGD
 
 
 class FromTorchJD(Combiner[Report]):
@@ -42,14 +42,9 @@ class FromTorchJD(Combiner[Report]):
 class OSGDWeighting(Weighting[Tensor]):
     """Gram matrix to the weights of OSGD, for TorchJD. Sums in float64 from the Gram matrix on."""
 
-    def __init__(
-        self,
-        order: Sequence[int] | None = None,
-        importance: Sequence[float] | None = None,
-        tolerance: float = TOLERANCE,
-    ) -> None:
+    def __init__(self, order: Sequence[int] | None = None, importance: Sequence[float] | None = None) -> None:
         super().__init__()
-        self.method = OSGD(order=order, importance=importance, tolerance=tolerance)
+        self.method = OSGD(order=order, importance=importance)
 
     def forward(self, gramian: Tensor, /) -> Tensor:
         gram = gramian[None].double()
@@ -61,10 +56,5 @@ class OSGDWeighting(Weighting[Tensor]):
 class OSGDAggregator(GramianWeightedAggregator):
     """OSGD as a TorchJD aggregator: `jac_to_grad(model.parameters(), OSGDAggregator(order=[...]))`."""
 
-    def __init__(
-        self,
-        order: Sequence[int] | None = None,
-        importance: Sequence[float] | None = None,
-        tolerance: float = TOLERANCE,
-    ) -> None:
-        super().__init__(OSGDWeighting(order, importance, tolerance))
+    def __init__(self, order: Sequence[int] | None = None, importance: Sequence[float] | None = None) -> None:
+        super().__init__(OSGDWeighting(order, importance))

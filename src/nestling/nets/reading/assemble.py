@@ -99,10 +99,7 @@ def fitted(sketch: Sketch, heads: list[str]) -> tuple[Sketch, dict[str, str]]:
         rename[name] = new
     nodes = [
         replace(
-            node,
-            name=rename[node.name],
-            reads=tuple(rename[r] for r in node.reads),
-            shares=rename.get(node.shares, ""),
+            node, name=rename[node.name], reads=tuple(rename[r] for r in node.reads), shares=rename.get(node.shares, "")
         )
         for node in sketch.nodes.values()
     ]

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nestling.recipes.recipe import show
+from nestling.recipes.rules import show
 from nestling.report.content import Cell, Table
 from nestling.studies.deadline import ORACLE_ALL
 from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of

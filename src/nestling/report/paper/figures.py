@@ -10,7 +10,7 @@ from typing import Any
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import RECIPE
-from nestling.recipes.recipe import show
+from nestling.recipes.rules import show
 from nestling.report.content import Document, Note, PageBlock, Pictures, Section, Text
 from nestling.report.paper import pictures
 from nestling.report.paper.claims import CIFAR10, claims, claims_table

@@ -17,8 +17,9 @@ from nestling.errors import NestlingError, nearest
 from nestling.files import RESULTS
 from nestling.nets import plan
 from nestling.recipes import named
-from nestling.recipes.recipe import NetworkRecipe, Recipe, hints, override, parsed
+from nestling.recipes.recipe import NetworkRecipe, Recipe, override
 from nestling.recipes.recipe import StrategyRecipe as Strategy
+from nestling.recipes.rules import hints, parsed
 from nestling.recipes.strategies import of_the_paper, that_take
 from nestling.runs.folder import RunDir
 from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name

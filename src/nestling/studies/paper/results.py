@@ -18,7 +18,8 @@ from typing import Any
 from nestling.errors import NestlingError
 from nestling.files import PROVENANCE, RESULTS, write_atomically
 from nestling.recipes import RECIPES
-from nestling.recipes.recipe import CHANCE, Recipe, flat, override, show
+from nestling.recipes.recipe import CHANCE, Recipe, flat, override
+from nestling.recipes.rules import show
 from nestling.recipes.strategies import NORMALISED
 from nestling.runs.folder import RunDir
 
