@@ -510,3 +510,15 @@ def test_one_folder_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(NestlingError, match="already holds a run"):
         train(recipe, path, quiet=True)
     assert train(recipe, path, resume=True, quiet=True) == results, "and whoever was refused holds nothing"
+
+
+@pytest.mark.parametrize("strategy", ["sgd", "osgd", "greedy"])
+def test_mixed_images_are_learnt_as_shares_of_classes(tmp_path: Path, strategy: str) -> None:
+    """The loss of the first epoch is a cross-entropy: about the logarithm of ten, and not a squared error."""
+    recipe = override(
+        RECIPES["digits-width"](),
+        ["data.cutmix=1", "train.epochs=1", "data.limit=64", "train.lr=1e-6", f"strategy.name={strategy}"],
+    )
+    train(recipe, tmp_path / "run")
+    (line, *_) = RunDir(tmp_path / "run").read_log()
+    assert all(1.5 < loss < 4 for loss in line["train_loss"] if loss), line["train_loss"]

@@ -59,7 +59,7 @@ def judged(recipe: Recipe) -> dict[str, Any]:
         found.append(answer(teacher(x)).float())
         targets.append(y)
     logits, y = torch.cat(found), torch.cat(targets)
-    said = {"name": called(recipe), "loss": float(task_loss(recipe.train, y)(logits, y))}
+    said = {"name": called(recipe), "loss": float(task_loss(recipe.train, y.is_floating_point())(logits, y))}
     return {**said, "error": float(errors(logits[None], y)[0])} if not y.is_floating_point() else said
 
 

@@ -176,7 +176,7 @@ class Training:
         if self.main and (done == self.total or done % train.evaluate_every == 0):
             with self.step.average.applied() if self.step.average else nullcontext():
                 logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
-            test_losses = [task_loss(train, labels)(stage, labels) for stage in logits]
+            test_losses = [task_loss(train, labels.is_floating_point())(stage, labels) for stage in logits]
             test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
         state = leaving_together(self.state()) if self.main else {}
         read = leaving(losses)

@@ -10,20 +10,25 @@ from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 
 
-def stage_loss(logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | None = None) -> Tensor:
-    """What one stage's output is to learn; with `distill`, also from a teacher's answer."""
-    loss = task_loss(train, y)(logits.float(), y)
+def stage_loss(
+    logits: Tensor, y: Tensor, train: TrainRecipe, teacher: Tensor | None = None, shares: bool = False
+) -> Tensor:
+    """What one stage's output is to learn; with `distill`, also from a teacher's answer. `shares`: the targets are numbers, but
+    each is the share of a class (CutMix)."""
+    numbers = y.is_floating_point() and not shares
+    loss = task_loss(train, numbers)(logits.float(), y)
     if teacher is None or not train.distill:
         return loss
-    return (1 - train.distill) * loss + train.distill * imitation(logits.float(), teacher.detach().float(), y, train)
+    soft = imitation(logits.float(), teacher.detach().float(), numbers, train)
+    return (1 - train.distill) * loss + train.distill * soft
 
 
-def task_loss(train: TrainRecipe, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def task_loss(train: TrainRecipe, numbers: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
     where they are numbers."""
     if train.loss:
         return handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
-    if y.is_floating_point():
+    if numbers:
         return squared_error
     return lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=train.smoothing)
 
@@ -36,13 +41,13 @@ def squared_error(found: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(found, y)
 
 
-def imitation(found: Tensor, teacher: Tensor, y: Tensor, train: TrainRecipe) -> Tensor:
+def imitation(found: Tensor, teacher: Tensor, numbers: bool, train: TrainRecipe) -> Tensor:
     """How far an output is from the teacher's: of classes as distributions (KL), of numbers squared."""
     if found.shape != teacher.shape:
         raise NestlingError(
             f"the teacher's output has shape {tuple(teacher.shape)}, the network's {tuple(found.shape)}; expected the same task"
         )
-    if y.is_floating_point():
+    if numbers:
         return F.mse_loss(found, teacher)
     t = train.distill_temperature
     target = (teacher / t).softmax(1)
@@ -51,12 +56,15 @@ def imitation(found: Tensor, teacher: Tensor, y: Tensor, train: TrainRecipe) -> 
 
 
 def stage_losses(
-    logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe, teacher: Tensor | None = None
+    logits: tuple[Tensor, ...], y: Tensor, train: TrainRecipe, teacher: Tensor | None = None, shares: bool = False
 ) -> list[Tensor]:
     """One loss per stage. Where no teacher from outside does, the last stage teaches the earlier ones."""
     *earlier, last = logits
     inner = inner_teacher(last, train, teacher)
-    return [*(stage_loss(stage, y, train, inner) for stage in earlier), stage_loss(last, y, train, teacher)]
+    return [
+        *(stage_loss(stage, y, train, inner, shares) for stage in earlier),
+        stage_loss(last, y, train, teacher, shares),
+    ]
 
 
 def inner_teacher(last: Tensor, train: TrainRecipe, teacher: Tensor | None) -> Tensor:

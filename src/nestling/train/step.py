@@ -37,6 +37,7 @@ class Step:
     ) -> None:
         self.net, self.optimizer, self.train = net, optimizer, recipe.train
         self.device = next(net.parameters()).device
+        self.shares = recipe.data.cutmix > 0  # targets are shares of classes
         self.parameters = [p for p in net.parameters() if p.requires_grad]
         self.report: Report | None = None
         self.average = Average(net, recipe.train.average) if recipe.train.average else None
@@ -59,7 +60,7 @@ class Step:
         self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
         needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
         if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
-            self.tasks = Tasks(net, combine, recipe.train, compiled)
+            self.tasks = Tasks(net, combine, recipe.train, compiled, self.shares)
         else:
             # No check for NaN here: it would wait for the device. The losses are looked at once per epoch.
             self.rows = Accumulator(
@@ -110,13 +111,13 @@ class Step:
             else:
                 logits = self.forward(x)
         if self.tasks is None:
-            losses_now = stage_losses(logits, y, self.train, teacher)
+            losses_now = stage_losses(logits, y, self.train, teacher, self.shares)
             source = self.greedy or self.rows
             assert source is not None
             # A stage of which nothing trains has a loss but no gradient.
             self.report = source.backward([loss if loss.requires_grad else None for loss in losses_now])
             losses = torch.stack([loss.detach() for loss in losses_now])
-        return losses if own is None else torch.cat([losses, stage_loss(own, y, self.train)[None]])
+        return losses if own is None else torch.cat([losses, stage_loss(own, y, self.train, shares=self.shares)[None]])
 
 
 class Average:

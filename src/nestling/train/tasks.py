@@ -42,8 +42,15 @@ def faster(net: NestedNet, train: TrainRecipe) -> Any:
 class Tasks:
     """One subnetwork per task, and the rows they fill."""
 
-    def __init__(self, net: NestedNet, combine: Combiner[Report], train: TrainRecipe, compiled: bool) -> None:
-        self.combine, self.train = combine, train
+    def __init__(
+        self,
+        net: NestedNet,
+        combine: Combiner[Report],
+        train: TrainRecipe,
+        compiled: bool,
+        shares: bool = False,  # targets are shares of classes
+    ) -> None:
+        self.combine, self.train, self.shares = combine, train, shares
         stages = net.plan.answering
         whole = dict(net.named_parameters())
         smalls = [within(net, stage) for stage in stages]
@@ -103,7 +110,7 @@ class Tasks:
     def learn(self, task: int, logits: Tensor, y: Tensor, teacher: Tensor | None) -> Tensor:
         """Loss and backward of one task; its gradients become its row."""
         with torch.autocast(y.device.type, enabled=False):
-            loss = stage_loss(logits, y, self.train, teacher)
+            loss = stage_loss(logits, y, self.train, teacher, self.shares)
             grads = torch.autograd.grad(loss, self.leaves[task])
             self.rows.put(task, [g.permute(order) for g, order in zip(grads, self.orders[task], strict=True)])
         return loss.detach()
