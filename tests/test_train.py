@@ -519,6 +519,6 @@ def test_mixed_images_are_learnt_as_shares_of_classes(tmp_path: Path, strategy: 
         RECIPES["digits-width"](),
         ["data.cutmix=1", "train.epochs=1", "data.limit=64", "train.lr=1e-6", f"strategy.name={strategy}"],
     )
-    train(recipe, tmp_path / "run")
+    train(recipe, str(tmp_path / "run"))
     (line, *_) = RunDir(tmp_path / "run").read_log()
     assert all(1.5 < loss < 4 for loss in line["train_loss"] if loss), line["train_loss"]
