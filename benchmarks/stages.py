@@ -123,7 +123,7 @@ def summary(times: list[list[float]]) -> dict[str, Any]:
 class Instant:
     """An engine whose stages take no time: what is left of a question is handing it over and back."""
 
-    name, stages, row_bytes, most = "instant", 1, 1, 0
+    name, stages, row_bytes, most, stops, jumps = "instant", 1, 1, 0, True, False
 
     def start(self, x: Floats) -> None: ...
 

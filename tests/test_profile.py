@@ -173,7 +173,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Nothing:
-    name, stages, row_bytes, most, stops = "nothing", 2, 1, 0, True
+    name, stages, row_bytes, most, stops, jumps = "nothing", 2, 1, 0, True, False
 
     def start(self, x: Floats) -> None: ...
 
@@ -196,11 +196,11 @@ def went(worker: Worker, done: list[float], now: float, due: float) -> PastTrail
 
 
 def test_a_question_counts_until_its_caller_looked(worker: Worker) -> None:
-    assert went(worker, [1.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0)  # noticed later that it was called off
-    assert went(worker, [1.0, 3.0], now=3.0, due=4.0) == ((1.0, 3.0), 3.0, 1.0)  # to the last stage, in time
-    assert went(worker, [1.0, 5.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0)  # the last stage was done for nobody
-    assert went(worker, [5.0], now=6.0, due=4.0) == ((), 4.0, 1.0)  # and so was the first
-    assert went(worker, [1.0], now=1.5, due=4.0) == ((1.0,), 1.5, 1.0)  # closed or cancelled before its time
+    assert went(worker, [1.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0, 1)  # noticed later that it was called off
+    assert went(worker, [1.0, 3.0], now=3.0, due=4.0) == ((1.0, 3.0), 3.0, 1.0, 1)  # to the last stage, in time
+    assert went(worker, [1.0, 5.0], now=5.0, due=4.0) == ((1.0,), 4.0, 1.0, 1)  # the last stage was done for nobody
+    assert went(worker, [5.0], now=6.0, due=4.0) == ((), 4.0, 1.0, 1)  # and so was the first
+    assert went(worker, [1.0], now=1.5, due=4.0) == ((1.0,), 1.5, 1.0, 1)  # closed or cancelled before its time
 
 
 def test_a_question_counts_although_its_time_was_up_before_it_was_queued(worker: Worker) -> None:
@@ -209,7 +209,7 @@ def test_a_question_counts_although_its_time_was_up_before_it_was_queued(worker:
         row = ImageWork(due)
         row.trail = Trail(asked, 1.0)
         worker.submit(Work([row], np.zeros((1, 1, 1, 1), np.float32)))
-    assert list(worker.recent.trails) == [((), 1.5, 1.0)]
+    assert list(worker.recent.trails) == [((), 1.5, 1.0, 1)]
 
 
 def test_stages_done_after_their_time_do_not_make_stages_look_fast(worker: Worker) -> None:
@@ -235,11 +235,14 @@ def test_a_runtime_remembers_how_questions_went(run: Path) -> None:
         for _ in range(50):
             runtime.timeline(image)  # measuring does not count
         runtime.answer_batch(np.stack([image, image]), deadline=10.0)  # nor do batches
-        [(done, ended, slowdown)] = runtime.worker.recent.trails
+        [(done, ended, slowdown, first)] = runtime.worker.recent.trails
+        assert first == 3  # ten seconds are enough to begin with all of it
         assert len(done) == 3 and list(done) == sorted(done) and ended >= done[-1] and slowdown > 0
         for _ in range(50):
             runtime.answer(image)
-        assert [len(done) for done, _, _ in runtime.worker.recent.trails] == [3] * 51  # each there when it is answered
+        assert [len(done) for done, _, _, _ in runtime.worker.recent.trails] == [
+            3
+        ] * 51  # each there when it is answered
 
 
 # --- confidence --------------------------------------------------------------------------------------------------

@@ -33,12 +33,13 @@ from nestling.errors import NestlingError
 from nestling.export.spec import from_dict
 from nestling.nets import NETS, NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, bell, inputs, prompt
+from nestling.runtime import Abandoned, Answer, Anytime, Pace, Runtime, Spec, Stop, alarm, bell, inputs, prompt
 from nestling.runtime.answer import softmax
 from nestling.runtime.build import ENGINES
 from nestling.runtime.engine import Floats
+from nestling.runtime.guard import Guard
 from nestling.runtime.mailbox import Mailbox
-from nestling.runtime.promise import LATE, Margin, Promise
+from nestling.runtime.promise import LATE, Grace, Margin, Promise
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -51,6 +52,7 @@ class Timed:
     row_bytes = 1000
     most = 0
     stops = True
+    jumps = False
 
     def __init__(self, seconds: Sequence[float], classes: int = 5) -> None:
         self.seconds, self.classes = list(seconds), classes
@@ -1038,7 +1040,7 @@ said = []
 for threads in (2, 1, 3, 0):
     with Runtime(net, device="cpu", engine="onnx", threads=threads) as runtime:
         said.append(runtime.answer(x).probabilities)
-        assert runtime.engine.threads == 2
+        assert all(engine.threads == 2 for engine in runtime.engine.beginnings)
 assert np.ptp(said, axis=0).max() < 1e-5
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -1375,3 +1377,74 @@ def test_a_trained_network_by_name() -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Any) -> None:
     with pytest.raises(NestlingError, match="not a run folder"):
         nestling.Runtime(tmp_path)
+
+
+# --- the guard and its alarm -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [alarm.BellAlarm, alarm.KernelAlarm])
+def test_an_alarm_wakes_at_the_last_time_it_was_set_for(kind: Any) -> None:
+    if kind is alarm.KernelAlarm and alarm.TIMERS is None:
+        pytest.skip("needs Linux")
+    made, woken = kind(time.monotonic), list[float]()
+
+    def sleeper() -> None:
+        for _ in range(3):
+            made.sleep()
+            woken.append(time.monotonic())
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    began = time.monotonic()
+    for after in (5.0, math.inf, 0.3):  # only the last one counts
+        time.sleep(0.02)
+        made.set(began + after)
+    time.sleep(0.5)
+    assert len(woken) == 1 and 0.3 <= woken[0] - began < 0.3 + SLACK
+    made.set(began)  # the past: at once
+    time.sleep(0.1)
+    assert len(woken) == 2
+    made.set(time.monotonic() + 0.1)
+    thread.join(5)
+    assert len(woken) == 3
+    made.close()
+    made.set(time.monotonic())  # does nothing
+
+
+def test_a_guard_that_is_closed_while_others_set_it_goes() -> None:
+    for _ in range(50):
+        guard = Guard(time.monotonic)
+        guard.until(time.monotonic() + 60, Stop())
+        busy = threading.Thread(target=lambda guard=guard: [f() for f in (guard.off, guard.off) * 20])
+        busy.start()
+        guard.close()
+        busy.join()
+        assert guard.thread is not None and not guard.thread.is_alive()
+
+
+def test_a_guard_stops_what_overruns_and_nothing_else() -> None:
+    guard, first, second = Guard(time.monotonic), Stop(), Stop()
+    guard.until(time.monotonic() + 0.05, first)
+    guard.off()
+    guard.until(time.monotonic() + 0.2, second)
+    time.sleep(0.1)
+    assert not second.asked
+    time.sleep(0.3)
+    assert second.asked and not first.asked
+    guard.close()
+
+
+@pytest.mark.parametrize("late", [0.01, 0.1])
+def test_a_first_stage_may_be_late_as_often_as_was_promised(late: float) -> None:
+    """The time it takes is drawn anew each time; it is ended when the grace after its deadline is over."""
+    chance, promise, found = np.random.default_rng(0), Promise(late), []
+    for _ in range(40_000):
+        over = chance.exponential(0.2e-3) - 0.3e-3  # so much after the deadline it would be done; 22 % are
+        after = min(over, promise.grace.value)
+        found.append(after > 0)
+        promise.observe(after, guarded=True, first=True)
+    assert float(np.mean(found[10_000:])) == pytest.approx(late / 2, rel=0.3)  # half is for other reasons to be late
+    calm = Promise(late)
+    for _ in range(5000):
+        calm.observe(-1.0, guarded=False, first=True)
+    assert calm.grace.value == Grace.MOST

@@ -67,7 +67,8 @@ def test_images_of_several_requests_go_together_and_get_their_own_answers(net: N
     x, right = images(13), expected(net, images(13))
     with nestling.Runtime(net, "cpu", engine) as runtime:
         model = Model("digits", runtime)
-        model.pace.more[:] = [0.0] * 3  # so that the scheduler joins whatever it can
+        for timing in model.pace.steps:
+            timing.more = 0.0  # so that the scheduler joins whatever it can
         requests = [model.ask(part, inf) for part in (x[:1], x[1:5], x[5:6], x[6:])]
         with model.stages.lock:  # nobody begins before all are there
             threads = [threading.Thread(target=request.submit) for request in requests]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nestling.export.joined import joined
 from nestling.nets.net import NestedNet, make_cut
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.frozen import Op
@@ -46,20 +47,12 @@ def freeze_whole(net: NestedNet) -> Frozen:
 
     `head` is the first stage's answer, `gives` are those of the others.
     """
-    nodes = tuple(replace(node, births=(1,) * node.channels) for node in net.plan.nodes)
-    plan = replace(net.plan, nodes=nodes, answering=(1,) * len(net.plan.heads))
-    given = {node.name: net.layer(node.name) for node in plan.nodes if node.op.given}
-    dense = NestedNet(plan, given)
-    state = dict(net.state_dict())
-    for node in plan.nodes:
-        if node.op.weighted and not node.shares:
-            state[f"{node.name}.weight"] = net.layer(node.name).live_weight()
-    dense.load_state_dict(state)
+    dense = joined(net, (net.plan.stages,))
     with torch.no_grad():
         writer = Writer(dense, 1)
-        for step in plan.programs[0].steps:
+        for step in dense.plan.programs[0].steps:
             writer.step(step)
-    heads = [piece((head, 1)) for head in plan.heads]
+    heads = [piece((head, 1)) for head in dense.plan.heads]
     [whole] = wire((Frozen(1, tuple(writer.ops), (), (), heads[0]),), needed=heads[1:])
     return replace(whole, gives=tuple(heads[1:]))
 

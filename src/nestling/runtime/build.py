@@ -12,6 +12,7 @@ import torch
 from nestling.errors import NestlingError, nearest
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
+from nestling.export.joined import joined, ways
 from nestling.nets import NestedNet
 from nestling.runtime.engine import Engine
 from nestling.runtime.inputs import check_threads
@@ -47,23 +48,34 @@ def graph_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.devic
 
 
 def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device, threads: int) -> Engine:
-    """Frozen stages as ONNX graphs in memory, run by ONNX Runtime."""
+    """Frozen stages as ONNX graphs in memory, run by ONNX Runtime one by one, or D_s at once in the way that is soonest here."""
     if device.type != "cpu":
         raise NestlingError(f"engine 'onnx' runs on the CPU, found device '{device}'; use 'graph' or 'eager'")
     try:
-        from nestling.export.graph import write_stage
+        from nestling.export.graph import must_trace, write_stage
         from nestling.runtime.engines.native import native_graphs
         from nestling.runtime.engines.onnx import OnnxEngine, Pool, StageGraph
     except ImportError as error:
         raise NestlingError(f"{error}; run: pip install 'nestling[export]', or use the eager engine") from error
-    stages = split(stages)
-    known = shapes(net, stages)
-    classes = known[stages[0].head][0]
-    found = native_graphs(stages, known, Pool.share(threads))
-    if found is None:
-        graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
-        return OnnxEngine(graphs, known, classes, threads)
-    return OnnxEngine(*found, classes, threads)
+    from nestling.runtime.engines.jumps import JumpEngine, soonest
+
+    def run(net: NestedNet, stages: tuple[Frozen, ...]) -> OnnxEngine:
+        stages = split(stages)
+        known = shapes(net, stages)
+        found = native_graphs(stages, known, Pool.share(threads)) or (
+            [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages],
+            known,
+        )
+        return OnnxEngine(*found, known[stages[0].head][0], threads)
+
+    first = run(net, stages)
+    if len(stages) == 1 or any(map(must_trace, stages)):  # tracing takes half a minute
+        return first
+    beginnings, shape = [first], net.plan.input.shape(net.plan.input.channels)
+    for stage in range(2, len(stages) + 1):
+        nets = [joined(net, ends, stage) for ends in ways(net.plan, stage)]
+        beginnings.append(soonest([run(each, merge(fold(freeze(each)))) for each in nets], shape))
+    return JumpEngine(beginnings)
 
 
 ENGINES: dict[str, Build] = {"onnx": onnx_engine, "eager": eager_engine, "graph": graph_engine}

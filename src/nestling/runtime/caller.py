@@ -21,11 +21,12 @@ from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, softmax
 from nestling.runtime.engine import Engine, Floats
-from nestling.runtime.forecast import Forecast
+from nestling.runtime.forecast import Forecast, straight_to
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.pace import Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
+from nestling.runtime.route import Route
 from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
 from nestling.runtime.worker import Worker
 
@@ -69,7 +70,8 @@ class Anytime:
         if engine.most:  # those queued and those parked, each at most `keep`, and the one that runs
             keep = max(1, min(keep, (engine.most - 1) // 2))
         self.together = MOST_TOGETHER if engine.most else min(MOST_TOGETHER, keep)
-        self.worker = Worker(engine, self.pace, keep, clock, self.intake.prepare)
+        self.route = Route(self.pace, spec.errors, 1 - float(prior.max()))
+        self.worker = Worker(engine, self.pace, keep, clock, self.intake.prepare, self.route)
         # The worker's thread does not know this object: when it is forgotten or Python ends, the thread ends too.
         self._finalizer = weakref.finalize(self, self.worker.close)
 
@@ -92,8 +94,12 @@ class Anytime:
         the expected error where the errors of all stages are known. From the profile, the slow-down of the moment, and the
         last questions that were asked when the machine was about as slow as now."""
         trace = np.cumsum(self.pace.base)[None] if self.trace is None else self.trace
-        forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max()), self.worker.recent)
-        shares = forecast.shares(self._promise(LATE).timer.looks(seconds(deadline)), self.pace.slowdown)
+        first, limit = 1, seconds(deadline)
+        if self.engine.jumps:
+            first = self.route.best(limit) if limit < inf else self.spec.stages
+            trace = straight_to(first, trace, self.pace.jumps[first - 1].base)
+        forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max()), self.worker.recent, first)
+        shares = forecast.shares(self._promise(LATE).timer.looks(limit), self.pace.slowdown)
         return [float(share) for share in shares], float(shares @ forecast.errors) if self.spec.errors else None
 
     # --- one image -----------------------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ class Anytime:
         limit = seconds(deadline)
         self._warn_of_seconds(limit, 3)
         row = ImageWork(inf, self._check_thresholds(confident))
-        work = Work([row], self.intake.one(self._to_numpy(x)))
+        work = Work([row], self.intake.one(self._to_numpy(x)), straight=not row.thresholds)
         row.trail = Trail(began, self.pace.slowdown)
         return self._answer(row, work, began, limit, self._promise(late))
 
@@ -143,7 +149,7 @@ class Anytime:
     def answer_batch(self, x: Any, *, deadline: Limit = None, confident: Sure = None) -> list[Answer]:
         """The best Answer to each image of a batch (N,C,H,W). Where one deadline is for all and they cannot all be done, as many
         as possible get an answer of the first stage. With one deadline per image, the call returns at the last."""
-        waiting = self._ask(*self.intake.batch(self._to_numpy(x)), deadline, confident)
+        waiting = self._ask(*self.intake.batch(self._to_numpy(x)), deadline, confident, straight=True)
         if len(set(waiting.due)) > 1:
             found = dict(waiting.each())
             return [found[index] for index in range(len(waiting.rows))]
@@ -184,7 +190,7 @@ class Anytime:
             if self.worker.run_here(row, work, promise):
                 answer = self._form(row, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end, row.guarded)
+                    promise.observe(self.clock() - end, row.guarded, row.first)
                 return answer
             row.deadline = min(row.deadline, due)
         waiting = Waiting(self.worker, self._form, [row], [due], began, promise)
@@ -193,9 +199,15 @@ class Anytime:
         return answer
 
     def _ask(
-        self, images: ImageArray, normalised: bool, deadline: Limit, confident: Sure, every: bool = False
+        self,
+        images: ImageArray,
+        normalised: bool,
+        deadline: Limit,
+        confident: Sure,
+        every: bool = False,
+        straight: bool = False,
     ) -> Waiting:
-        """Leave images to the worker's thread. `every`: wake the caller at every stage."""
+        """Leave images to the worker's thread. `every`: wake the caller at every stage; `straight`: it looks at the last only."""
         began = self.clock()
         self._check_open()
         count = len(images)
@@ -211,7 +223,8 @@ class Anytime:
         size = self._together(min((limit for limit in limits if limit > 0), default=inf))
         for start in range(0, count, size):
             part = slice(start, start + size)
-            self.worker.submit(Work(rows[part], images[part], first=None if normalised else start))
+            first = None if normalised else start
+            self.worker.submit(Work(rows[part], images[part], first=first, straight=straight and not thresholds))
         if self.worker.closing:  # closed meanwhile by another thread: nobody would wake us
             waiting.signal.put(None)
         return waiting

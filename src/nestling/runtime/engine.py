@@ -5,7 +5,6 @@ refers to it any more. A step that is told to stop raises Abandoned as soon as i
 usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -71,11 +70,16 @@ class Engine(Protocol):
     def stops(self) -> bool:
         """Whether a step that is told to stop ends soon, in the middle of a stage."""
 
+    @property
+    def jumps(self) -> bool:
+        """Whether the first step of an image may be any stage: D_s at once, sooner than the stages one by one."""
+
     def start(self, x: Floats) -> EngineState:
         """State before stage 1 of normalised images (n,C,H,W)."""
 
     def step(self, stage: int, state: EngineState, stop: Stop) -> tuple[Floats, EngineState]:
-        """Run one stage on the state that the stage before left: logits (n,classes) and the state after it."""
+        """Run one stage on the state that the stage before left, or D_stage at once where the engine jumps and nothing was run
+        yet: logits (n,classes) and the state after it."""
 
     def take(self, state: EngineState, rows: Sequence[int]) -> EngineState:
         """State of some of the images; the given state stays as it is."""
@@ -91,7 +95,8 @@ class JoiningEngine(Engine, Protocol):
 
 
 def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[float]:
-    """Run every stage a few times on an image of zeros; how long each takes by itself (median, seconds)."""
+    """Run every stage a few times on an image of zeros; how long each takes by itself, in seconds, when little
+    else is going on (lower quartile)."""
     x = np.zeros((1, *shape), np.float32)
     seen: list[list[float]] = [[] for _ in range(engine.stages)]
     for _ in range(repeats):
@@ -105,4 +110,23 @@ def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[fl
                     f"stage {stage} fails on a black image: {error}; make or export it again"
                 ) from error
             seen[stage - 1].append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in seen]  # the first run allocates
+    return [quiet(times) for times in seen]
+
+
+def warm_jumps(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[float]:
+    """How long D_2, D_3, ... take at once, as in `warm_up`; nothing if the engine does not jump."""
+    x, found = np.zeros((1, *shape), np.float32), []
+    for stage in range(2, engine.stages + 1) if engine.jumps else ():
+        times = []
+        for _ in range(repeats):
+            state, began = engine.start(x), time.perf_counter()
+            engine.step(stage, state, Stop())
+            times.append(time.perf_counter() - began)
+        found.append(quiet(times))
+    return found
+
+
+def quiet(times: Sequence[float]) -> float:
+    """The lower quartile, but for the first run, which allocates."""
+    later = sorted(times[1:])
+    return later[len(later) // 4]

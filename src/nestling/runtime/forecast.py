@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Doubles = NDArray[np.float64]
-PastTrail = tuple[tuple[float, ...], float, float]  # seconds until each stage, until the end, and the slow-down before
+PastTrail = tuple[tuple[float, ...], float, float, int]  # seconds until each stage, and the end; slow-down; first stage
 KEPT = 512  # questions remembered
 ALIKE = 1.5  # a question counts if the slow-down then was at most so many times more or less than it is now
 ENOUGH = 64  # such questions are believed alone; with fewer, the profile has its share
@@ -25,15 +25,17 @@ class Recent:
     def __init__(self, trails: Iterable[PastTrail] = ()) -> None:
         self.trails: deque[PastTrail] = deque(trails, maxlen=KEPT)
 
-    def add(self, done: Sequence[float], ended: float, slowdown: float) -> None:
-        """A question's stages took until `done`, from when it was asked; at `ended` nobody went on with the next."""
-        self.trails.append((tuple(done), ended, slowdown))
+    def add(self, done: Sequence[float], ended: float, slowdown: float, first: int = 1) -> None:
+        """A question's stages took until `done`, from when it was asked, beginning with `first`; at `ended` nobody went on with
+        the next."""
+        self.trails.append((tuple(done), ended, slowdown, first))
 
-    def alike(self, slowdown: float, stages: int) -> tuple[Doubles, Doubles]:
-        """Of the questions that were asked at about this slow-down: when each stage was done (infinite: was not, in time),
-        (n, stages), and when each ended (infinite: it went to the last stage)."""
+    def alike(self, slowdown: float, stages: int, first: int = 1) -> tuple[Doubles, Doubles]:
+        """Of the questions that were asked at about this slow-down and began with the same stage: when each stage was done
+        (infinite: was not, in time), (n, stages), and when each ended (infinite: it went to the last stage)."""
         low, high = slowdown / ALIKE, slowdown * ALIKE
-        chosen = [(done, ended) for done, ended, then in list(self.trails) if low <= then <= high]
+        trails = list(self.trails)
+        chosen = [(done, ended) for done, ended, then, begun in trails if low <= then <= high and begun == first]
         times = np.full((len(chosen), stages), np.inf)
         for index, (done, _) in enumerate(chosen):
             times[index, : len(done)] = done
@@ -45,12 +47,17 @@ class Forecast:
     """Predicts who answers by a deadline. Seconds everywhere."""
 
     def __init__(
-        self, trace: ArrayLike, errors: Sequence[float] = (), prior_error: float = 1.0, recent: Recent | None = None
+        self,
+        trace: ArrayLike,
+        errors: Sequence[float] = (),
+        prior_error: float = 1.0,
+        recent: Recent | None = None,
+        first: int = 1,
     ) -> None:
-        """`trace` (repeats, stages): seconds from a question until each stage's answer."""
+        """`trace` (repeats, stages): seconds from a question until each stage's answer, for those who begin with `first`."""
         self.trace: Doubles = np.asarray(trace, np.float64)
         self.errors = np.array([prior_error, *errors])
-        self.recent = recent or Recent()
+        self.recent, self.first = recent or Recent(), first
 
     def shares(self, deadline: ArrayLike, slowdown: float = 1.0) -> Doubles:
         """The share of questions answered by the prior and by each stage, (1 + stages,). Several deadlines: their mean."""
@@ -61,7 +68,7 @@ class Forecast:
     def done(self, limits: Doubles, slowdown: float) -> Doubles:
         """The chance that each stage is done by each limit, (stages, limits)."""
         profiled = np.array([at_most(column * slowdown, limits) for column in self.trace.T])
-        times, ended = self.recent.alike(slowdown, self.trace.shape[1])
+        times, ended = self.recent.alike(slowdown, self.trace.shape[1], self.first)
         if not len(times):
             return profiled
         weight = min(1.0, len(times) / ENOUGH)
@@ -76,6 +83,15 @@ class Forecast:
     def error(self, deadline: ArrayLike, slowdown: float = 1.0) -> float:
         """The error to expect; needs every stage's error."""
         return float(self.shares(deadline, slowdown) @ self.errors)
+
+
+def straight_to(first: int, trace: Doubles, takes: float) -> Doubles:
+    """The trace of stages one by one as that of beginning with one of them, which takes so long by itself (the median)."""
+    at = trace[:, first - 1]
+    began = at * (takes / float(np.median(at)) if first > 1 else 1.0)
+    found: Doubles = trace + (began - at)[:, None]
+    found[:, : first - 1] = began[:, None]
+    return found
 
 
 def at_most(times: Doubles, limits: Doubles) -> Doubles:

@@ -19,16 +19,23 @@ FORGET = 8  # times that a stage was not begun after which one more run counts a
 
 
 class Pace:
-    """Predicts stage latencies. Seconds everywhere; stages count from 1."""
+    """Predicts stage latencies. Seconds everywhere; stages count from 1. `straight`: D_stage at once, from the image."""
 
-    def __init__(self, latencies: Sequence[float] = (), stages: int = 0) -> None:
-        """`latencies` are those of each stage by itself; unknown ones (none given) are learnt from what is observed."""
-        self.base = list(latencies) or [0.0] * stages
-        self.fastest = [math.inf] * len(self.base)
-        self.recent = [Recently(BEFORE if base else 0) for base in self.base]
-        self.skipped = [0] * len(self.base)
-        self.more = [math.nan] * len(self.base)  # what each further image of a batch adds; NaN = not seen yet
+    def __init__(self, latencies: Sequence[float] = (), stages: int = 0, jumps: Sequence[float] = ()) -> None:
+        """`latencies` are those of each stage by itself, `jumps` those of D_2, D_3, ... at once; unknown ones (none given) are
+        learnt from what is observed."""
+        self.steps = [Timing(latency) for latency in latencies or [0.0] * stages]
+        self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
+        self.observed = self.given_up = 0  # single images so far
         self._log = self._log_drag = 0.0
+
+    @property
+    def base(self) -> list[float]:
+        """Each stage by itself, on the quiet device."""
+        return [timing.base for timing in self.steps]
+
+    def timing(self, stage: int, straight: bool) -> "Timing":
+        return (self.jumps if straight else self.steps)[stage - 1]
 
     @property
     def slowdown(self) -> float:
@@ -40,48 +47,61 @@ class Pace:
         """How much longer stages take than the fastest ones seen here; 1.0 on a machine that does nothing else."""
         return math.exp(self._log_drag)
 
-    def observe(self, stage: int, latency: float, images: int = 1) -> None:
+    def observe(self, stage: int, latency: float, images: int = 1, straight: bool = False) -> None:
         """A stage took this long on so many images. Batches only tell what a further image adds."""
         if latency <= 0:
             return
+        timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
         if images != 1:
-            added = max(0.0, latency - self.predict(stage)) / (images - 1)
-            known = self.more[stage - 1]
-            self.more[stage - 1] = added if math.isnan(known) else known + GAIN * (added - known)
+            added = max(0.0, latency - predicted) / (images - 1)
+            timing.more = added if math.isnan(timing.more) else timing.more + GAIN * (added - timing.more)
             return
-        self.recent[stage - 1].add(latency / (self.predict(stage) or latency))
-        base, fastest = self.base[stage - 1], self.fastest[stage - 1]
-        if latency < fastest:
-            fastest = self.fastest[stage - 1] = latency
-        drag = math.log(latency / fastest) - self._log_drag
+        self.observed += 1
+        timing.recent.add(latency / (predicted or latency))
+        timing.fastest = min(timing.fastest, latency)
+        drag = math.log(latency / timing.fastest) - self._log_drag
         self._log_drag += GAIN * min(math.log(LIMIT), drag)
-        if not base:
-            self.base[stage - 1] = latency
+        if not timing.base:
+            timing.base = latency
             return
-        ratio = math.log(latency / base) - self._log
+        ratio = math.log(latency / timing.base) - self._log
         self._log += GAIN * max(-math.log(LIMIT), min(math.log(LIMIT), ratio))
 
-    def gave_up(self, stage: int, after: float) -> None:
+    def gave_up(self, stage: int, after: float, straight: bool = False) -> None:
         """A stage on one image was ended after so long. It would have taken longer: where that is news, it counts as this."""
-        recent, predicted = self.recent[stage - 1], self.predict(stage)
+        recent, predicted = self.timing(stage, straight).recent, self.predict(stage, straight=straight)
         if predicted and after > predicted * recent.quantile(0.5):
             recent.add(after / predicted)
+            self.given_up += 1
 
-    def skip(self, stage: int) -> None:
+    def skip(self, stage: int, straight: bool = False) -> None:
         """A stage was not begun, because it would hardly have been in time. Nobody learns then that it has become faster: so
         what made it look slow is forgotten little by little, and it is tried again."""
-        self.skipped[stage - 1] += 1
-        if self.skipped[stage - 1] % FORGET == 0:
-            self.recent[stage - 1].add(1.0)
+        timing = self.timing(stage, straight)
+        timing.skipped += 1
+        if timing.skipped % FORGET == 0:
+            timing.recent.add(1.0)
 
-    def predict(self, stage: int, images: int = 1) -> float:
+    def predict(self, stage: int, images: int = 1, straight: bool = False) -> float:
         """What this stage will take. For a batch, until one was seen, an upper estimate: as if its images came one by one."""
-        one, more = self.base[stage - 1] * self.slowdown, self.more[stage - 1]
-        return one + (images - 1) * (one if math.isnan(more) else more)
+        timing = self.timing(stage, straight)
+        one = timing.base * self.slowdown
+        return one + (images - 1) * (one if math.isnan(timing.more) else timing.more)
 
-    def quantile(self, stage: int, share: float) -> float:
+    def quantile(self, stage: int, share: float, straight: bool = False) -> float:
         """The time in which this share of runs of a stage on one image is done, by the last of them; NaN if nothing is known."""
-        return self.predict(stage) * self.recent[stage - 1].quantile(share)
+        return self.predict(stage, straight=straight) * self.timing(stage, straight).recent.quantile(share)
+
+
+class Timing:
+    """What is known of one stage, or of one beginning."""
+
+    __slots__ = ("base", "fastest", "more", "recent", "skipped")
+
+    def __init__(self, base: float) -> None:
+        self.base, self.fastest, self.skipped = base, math.inf, 0
+        self.more = math.nan  # what each further image of a batch adds; NaN = not seen yet
+        self.recent = Recently(BEFORE if base else 0)
 
 
 class Recently:

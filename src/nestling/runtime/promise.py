@@ -1,9 +1,9 @@
 """What a caller is promised about deadlines, and the feedback by which it is kept, whatever the load.
 
-`late` is the share of answers that may come after their deadline. Two numbers are moved by what happened: how much longer
-than usual a stage is reckoned to take before it is begun without a guard, and how much before the deadline a guard or a timer
-must go off. Each rises when it was too small and falls when it was not, in such steps that it settles where the share of
-late answers is the one promised; so neither takes more time than that needs. `late=None` promises nothing: be soon.
+`late` is the share of answers that may come after their deadline. Three numbers are moved by what happened: how much longer
+than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline a guard or a timer
+must go off, and how long after it a first stage may still go on. Each moves one way when an answer was late and the other when
+not, in such steps that the share of late answers is the one promised. `late=None` promises nothing: be soon.
 """
 
 import math
@@ -17,6 +17,9 @@ from nestling.runtime.prompt import Promptly
 LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
+MOST_EARLY = (
+    1e-3  # seconds before a deadline at which a guard goes off: who is that late was stopped by others, not by a stage
+)
 RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
 FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 
@@ -27,15 +30,18 @@ class Promise:
     def __init__(self, late: float | None = LATE) -> None:
         self.late = late
         self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
-        # An answer of the caller's own thread is late for one of two reasons: each may be to blame for half.
-        self.caution = Caution((late or 0.5) / 2)
-        self.guard = Margin((late or 0.5) / 2)  # for stages that are ended at the deadline
+        # An answer of the caller's own thread is late for one of three reasons, which share what is promised. Most is for the one
+        # that is worth it: without a first stage there would be no answer at all.
+        self.caution = Caution((late or 0.5) / 4)
+        self.guard = Margin((late or 0.5) / 4)  # for stages that are ended at the deadline
+        self.grace = Grace((late or 0.5) / 2)
 
-    def observe(self, late: float, guarded: bool) -> None:
+    def observe(self, late: float, guarded: bool, first: bool) -> None:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before); `guarded`: its
-        last stage had a guard."""
-        self.caution.observe(late > 0 and not guarded)
-        self.guard.observe(self.guard.value + late if guarded and late > 0 else 0.0)
+        last stage had a guard; `first`: it was the first one."""
+        self.caution.observe(late > 0 and not guarded and not first)
+        self.guard.observe(self.guard.value + late if guarded and late > 0 and not first else 0.0)
+        self.grace.observe(late > 0 and first)
 
 
 class Caution:
@@ -49,6 +55,20 @@ class Caution:
     def observe(self, late: bool) -> None:
         """An answer whose stages were begun without a guard came, late or not."""
         self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
+
+
+class Grace:
+    """How long after the deadline the first stage of an image may go on, if it is not done by then; less than nothing: it must
+    be done so much before. Seconds."""
+
+    LEAST, MOST, STEP = -0.2e-3, 0.3e-3, 0.2e-3
+
+    def __init__(self, late: float) -> None:
+        self.step, self.value = StepSizes(late), self.MOST
+
+    def observe(self, late: bool) -> None:
+        """An answer came, late because of this or not."""
+        self.value = min(self.MOST, max(self.LEAST, self.value - self.STEP * self.step(late)))
 
 
 class StepSizes:

@@ -26,7 +26,7 @@ from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.caller import MEMORY, Anytime
 from nestling.runtime.confidence import Confidence, calibrate
-from nestling.runtime.engine import Engine, warm_up
+from nestling.runtime.engine import Engine, warm_jumps, warm_up
 from nestling.runtime.pace import Pace
 
 
@@ -64,9 +64,12 @@ class Runtime(Anytime):
         self.device = device
         self.profile = find_profile(self.run, built.name, threads, device) if self.run else None
         latencies = warm_up(built, spec.shape)
-        pace = Pace(latencies)
+        jumps = warm_jumps(built, spec.shape)
+        pace = Pace(latencies, jumps=jumps)
         if self.profile is not None:  # the profile knows the quiet device; how it is now, the warm-up has shown
-            pace = Pace([float(v) for v in np.diff([0.0, *self.profile.median()]) / 1e3])
+            profiled = [float(v) for v in np.diff([0.0, *self.profile.median()]) / 1e3]
+            quiet = sum(profiled) / sum(latencies)
+            pace = Pace(profiled, jumps=[quiet * latency for latency in jumps])
             for stage, latency in enumerate(latencies, start=1):
                 pace.observe(stage, latency)
         super().__init__(built, spec, pace, memory)

@@ -1,4 +1,4 @@
-"""Images on their way through the stages: a Row is one image, a Work those that go on together.
+"""Images on their way through the stages: a ImageWork is one image, a Work those that go on together.
 
 A row knows its best logits so far and where its work stands; a work holds the images, the engine's state and how many
 stages are behind them. A work that is queued or running knows its rows; a resting one does not, so that it and its state
@@ -18,14 +18,15 @@ ImageArray = NDArray[np.float32] | NDArray[np.uint8]
 
 
 class Trail:
-    """When a question was asked, how slow the machine was then, and the seconds until each stage was done."""
+    """When a question was asked, how slow the machine was then, and the seconds until each stage (or a later one) was done."""
 
-    __slots__ = ("began", "counts", "done", "slowdown")
+    __slots__ = ("began", "counts", "done", "first", "slowdown")
 
     def __init__(self, began: float, slowdown: float, counts: bool = True) -> None:
         """`counts`: forecasts learn from it; measuring is not asking."""
         self.began, self.slowdown, self.counts = began, slowdown, counts
         self.done: list[float] = []
+        self.first = 1  # the stage it began with
 
 
 class Listener(Protocol):
@@ -37,14 +38,26 @@ class Listener(Protocol):
 class ImageWork:
     """One image."""
 
-    __slots__ = ("best", "deadline", "error", "final", "guarded", "listeners", "place", "thresholds", "trail", "work")
+    __slots__ = (
+        "best",
+        "deadline",
+        "error",
+        "final",
+        "first",
+        "guarded",
+        "listeners",
+        "place",
+        "thresholds",
+        "trail",
+        "work",
+    )
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
         self.deadline = deadline  # on the clock: somebody waits for more until then, and looks then, a margin early
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
-        self.guarded = False  # whether the last stage that was tried had a guard
+        self.guarded = self.first = False  # whether the last stage that was tried had a guard, and was the first
         self.error: Exception | None = None
         self.listeners: tuple[tuple[Listener, bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None
@@ -75,10 +88,16 @@ class News:
 class Work:
     """Images that go through the next stage together: they have the same stages behind them."""
 
-    __slots__ = ("__weakref__", "done", "first", "pick", "queued", "rows", "running", "state", "stop", "x")
+    __slots__ = ("__weakref__", "done", "first", "pick", "queued", "rows", "running", "state", "stop", "straight", "x")
 
     def __init__(
-        self, rows: list[ImageWork], x: ImageArray, state: EngineState = None, done: int = 0, first: int | None = None
+        self,
+        rows: list[ImageWork],
+        x: ImageArray,
+        state: EngineState = None,
+        done: int = 0,
+        first: int | None = None,
+        straight: bool = False,
     ) -> None:
         self.rows = rows
         self.x = x  # (n,C,H,W); kept until the last stage, in case the state has to go
@@ -86,6 +105,7 @@ class Work:
         self.state = state  # None before stage 1, or when it had to go
         self.pick: list[int] | None = None  # which images of the state these are; None = all, in order
         self.done = done
+        self.straight = straight  # nobody looks before the best there will be: stages may be skipped
         self.queued = self.running = False
         self.stop = Stop()
         for place, row in enumerate(rows):
@@ -96,7 +116,9 @@ class Work:
 
     def part(self, places: list[int]) -> "Work":
         """Some of the rows as a work of their own, which shares this one's state; the others stay here."""
-        other = Work([self.rows[place] for place in places], self.x[places], self.state, self.done, self.first)
+        other = Work(
+            [self.rows[place] for place in places], self.x[places], self.state, self.done, self.first, self.straight
+        )
         if self.state is not None:
             other.pick = [self.pick[place] for place in places] if self.pick is not None else list(places)
         return other
@@ -114,7 +136,7 @@ class Work:
             return self
         place = row.place  # valid for ever: nothing is taken out of x or the state, only copied
         first = None if self.first is None else self.first + place
-        other = Work([row], self.x[place : place + 1], self.state, self.done, first)
+        other = Work([row], self.x[place : place + 1], self.state, self.done, first, self.straight)
         if self.state is not None:
             other.pick = [place if self.pick is None else self.pick[place]]
         return other

@@ -26,7 +26,8 @@ from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
 from nestling.runtime.pace import Pace
-from nestling.runtime.promise import HOPE, USUAL, Promise
+from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
+from nestling.runtime.route import Route
 from nestling.runtime.work import ImageWork, News, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -43,10 +44,12 @@ class Worker:
         keep: int,
         clock: Callable[[], float],
         prepare: Callable[[Any, int], Floats] | None = None,
+        route: Route | None = None,
     ) -> None:
         """`prepare`: images as they were given, and the number of the first, to what the engine takes."""
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
         self.prepare = prepare or (lambda x, first: x)
+        self.route = route or Route(pace)
         self.engine_lock = (
             threading.Lock()
         )  # whoever runs a stage holds it; taken before `lock`, never while holding that
@@ -173,31 +176,40 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        guarded = False
+        guarded = first = False
         while not row.final and not work.stop.asked and (left := row.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
-            stage = work.done + 1
-            sure = left == inf or pace.quantile(stage, USUAL) * promise.caution.value <= left
-            margin = 0.0 if soon else promise.guard.value
-            if not sure and row.best[0] and pace.quantile(stage, HOPE) > left - margin:
+            stage, first = self.next_stage(work, left), not row.best[0]
+            straight = stage > work.done + 1
+            if row.trail is not None and not work.done:
+                row.trail.first = stage
+            sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
+            if not sure and not first and (soon or pace.quantile(stage, HOPE) > left - promise.guard.value):
                 pace.skip(stage)
                 break
             guarded = not (sure or soon)
             if guarded and not self.engine.stops:
                 return False
             if not soon and left < inf and self.engine.stops:
-                if not row.best[0]:  # without the first stage there is no answer at all: that is worth a risk
-                    margin = min(margin, left / 10)
-                self.guard.until(row.deadline - (margin if guarded else 0.0), work.stop, exactly=guarded)
+                margin = min(promise.guard.value, MOST_EARLY) if guarded else 0.0
+                if first:
+                    margin = min(-promise.grace.value, left / 10)
+                self.guard.until(row.deadline - margin, work.stop)
             began = self.clock()
-            done = self.advance(work)
+            done = self.advance(work, stage)
             self.guard.off()
             if not done:
-                pace.gave_up(stage, self.clock() - began)
+                pace.gave_up(stage, self.clock() - began, straight)
                 break
-        row.guarded = guarded
+        row.guarded, row.first = guarded, first
         return True
+
+    def next_stage(self, work: Work, left: float) -> int:
+        """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
+        if work.done or not (work.straight and self.engine.jumps):
+            return work.done + 1
+        return self.engine.stages if left == inf else self.route.first(left)
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
@@ -296,7 +308,7 @@ class Worker:
                 if work is None:
                     return True
                 self.running, work.running, work.stop = work, True, Stop()
-            while self.advance(work) and self.alone(work):
+            while self.advance(work, self.stage_in_turn(work)) and self.alone(work):
                 pass
             with self.lock:
                 work.running = False
@@ -318,9 +330,14 @@ class Worker:
         row = work.rows[0]
         return not row.final and row.deadline > self.clock()
 
-    def advance(self, work: Work) -> bool:
+    def stage_in_turn(self, work: Work) -> int:
+        """Stage by stage, so that everybody gets something soon, unless nobody here has a deadline."""
+        endless = all(row.deadline == inf for row in work.rows) and not (self.fresh or self.begun)
+        return self.next_stage(work, inf) if endless else work.done + 1
+
+    def advance(self, work: Work, stage: int) -> bool:
         """One stage of one work, and the news of it; False if it came to nothing."""
-        stage = work.done + 1
+        straight = stage > work.done + 1
         try:
             if work.state is None:
                 given: Any = work.x if work.first is None else self.prepare(work.x, work.first)
@@ -337,7 +354,7 @@ class Worker:
                 row.fail(error)
             return False
         now = self.clock()
-        self.pace.observe(stage, now - began, len(work.rows))
+        self.pace.observe(stage, now - began, len(work.rows), straight)
         work.done = stage
         self.publish(work.rows, stage, logits, now)
         return True
@@ -360,7 +377,10 @@ class Worker:
             if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
                 row.final, row.work = True, None
             if row.trail is not None:
-                row.trail.done.append(now - row.trail.began)
+                done = row.trail.done
+                done.extend(
+                    [now - row.trail.began] * (stage - len(done))
+                )  # who has stage s does not wait for those before
                 if row.final:
                     self.remember(row, now)
             if row.listeners:  # last: who is told finds everything written down
@@ -374,4 +394,4 @@ class Worker:
         if trail is not None and trail.counts:
             ended = min(now, row.deadline) - trail.began
             if ended > 0:  # who has no time at all tells nothing of it
-                self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown)
+                self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown, trail.first)

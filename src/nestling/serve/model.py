@@ -71,7 +71,7 @@ class Model:
                 began = self.clock()
                 _, state = engine.step(stage, state, Stop())
                 took = self.clock() - began
-                self.pace.more[stage - 1] = max(0.0, took - self.pace.predict(stage)) / (TOGETHER - 1)
+                self.pace.steps[stage - 1].more = max(0.0, took - self.pace.predict(stage)) / (TOGETHER - 1)
 
     def ask(
         self, x: Any, limit: float, confident: Sure = None, margin: Margin | None = None, began: float | None = None

@@ -49,6 +49,7 @@ class EagerEngine:
     name = "torch eager"
     most = 0
     stops = True
+    jumps = False
 
     def __init__(
         self,

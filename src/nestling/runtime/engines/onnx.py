@@ -64,6 +64,7 @@ class OnnxEngine:
     name = "onnxruntime"
     most = 0
     stops = True
+    jumps = False
 
     def __init__(
         self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], classes: int, threads: int = 1
