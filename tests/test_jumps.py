@@ -15,11 +15,11 @@ from nestling.export.joined import filled, join, joined, ways
 from nestling.nets import NETS, plan
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Anytime, Pace, Spec, Stop
+from nestling.runtime.beginning import Beginnings
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats, warm_jumps
 from nestling.runtime.engines.jumps import Begun, JumpEngine, soonest
 from nestling.runtime.forecast import Forecast, Recent, straight_to
-from nestling.runtime.route import Route
 
 # --- the same answers --------------------------------------------------------------------------------------------
 
@@ -193,34 +193,36 @@ def spread_pace(tail: float) -> Pace:
 
 
 def test_a_quiet_machine_begins_with_the_largest_that_fits() -> None:
-    route = Route(spread_pace(0.0), [0.09, 0.07, 0.06], 0.9)
-    assert [route.best(left) for left in (0.5, 1.1, 1.9, 2.1, 3.9, 4.1, 100.0)] == [1, 1, 1, 2, 2, 3, 3]
-    assert Route(spread_pace(0.0)).best(4.1) == 3  # errors need not be known
+    beginnings = Beginnings(spread_pace(0.0), [0.09, 0.07, 0.06], 0.9)
+    assert [beginnings.best(left) for left in (0.5, 1.1, 1.9, 2.1, 3.9, 4.1, 100.0)] == [1, 1, 1, 2, 2, 3, 3]
+    assert Beginnings(spread_pace(0.0)).best(4.1) == 3  # errors need not be known
 
 
 def test_a_busy_machine_gets_something_to_fall_back_on() -> None:
-    route = Route(spread_pace(4.0), [0.09, 0.07, 0.06], 0.9)
-    assert route.best(5.5) == 1 and route.best(7.0) == 2  # D_3 at once would leave nothing in one case of eight
-    assert route.best(20.0) == 3
+    beginnings = Beginnings(spread_pace(4.0), [0.09, 0.07, 0.06], 0.9)
+    assert (
+        beginnings.best(5.5) == 1 and beginnings.best(7.0) == 2
+    )  # D_3 at once would leave nothing in one case of eight
+    assert beginnings.best(20.0) == 3
 
 
 def test_a_slow_machine_needs_more_time_for_the_same() -> None:
     pace = Pace([1.0, 1.5], jumps=[2.0])
-    route = Route(pace, [0.09, 0.07], 0.9)
-    assert route.best(2.5) == 2
+    beginnings = Beginnings(pace, [0.09, 0.07], 0.9)
+    assert beginnings.best(2.5) == 2
     for _ in range(100):
         pace.observe(1, 2.0)
-    assert route.best(2.5) == 1 and route.best(4.5) == 2
+    assert beginnings.best(2.5) == 1 and beginnings.best(4.5) == 2
 
 
 def test_what_is_passed_over_is_tried_again_some_day() -> None:
     pace = Pace([1.0, 1.5], jumps=[2.0])
     for _ in range(64):
         pace.gave_up(2, 8.0, straight=True)
-    route = Route(pace, [0.09, 0.07], 0.9)
-    assert route.best(3.0) == 1
+    beginnings = Beginnings(pace, [0.09, 0.07], 0.9)
+    assert beginnings.best(3.0) == 1
     asked = 0
-    while route.first(3.0) == 1:
+    while beginnings.first(3.0) == 1:
         pace.observe(1, 1.0)
         asked += 1
         assert asked < 2000
@@ -248,7 +250,7 @@ def test_forecasts_look_at_questions_that_began_alike() -> None:
 
 def test_a_forecast_of_a_runtime_that_jumps() -> None:
     with jumping([0.01, 0.02, 0.04], [0.01, 0.02, 0.05]) as (runtime, _):
-        runtime.route.look()
+        runtime.beginnings.look()
         for deadline, stage in ((0.001, 0), (0.015, 1), (0.027, 2), (10.0, 3), (None, 3), (math.inf, 3)):
             shares, _ = runtime.forecast(deadline)  # type: ignore[arg-type]
             assert shares[stage] == pytest.approx(1.0), (deadline, shares)

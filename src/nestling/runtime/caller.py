@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, softmax
+from nestling.runtime.beginning import Beginnings
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.pace import Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
-from nestling.runtime.route import Route
 from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
 from nestling.runtime.worker import Worker
 
@@ -70,8 +70,8 @@ class Anytime:
         if engine.most:  # those queued and those parked, each at most `keep`, and the one that runs
             keep = max(1, min(keep, (engine.most - 1) // 2))
         self.together = MOST_TOGETHER if engine.most else min(MOST_TOGETHER, keep)
-        self.route = Route(self.pace, spec.errors, 1 - float(prior.max()))
-        self.worker = Worker(engine, self.pace, keep, clock, self.intake.prepare, self.route)
+        self.beginnings = Beginnings(self.pace, spec.errors, 1 - float(prior.max()))
+        self.worker = Worker(engine, self.pace, keep, clock, self.intake.prepare, self.beginnings)
         # The worker's thread does not know this object: when it is forgotten or Python ends, the thread ends too.
         self._finalizer = weakref.finalize(self, self.worker.close)
 
@@ -96,7 +96,7 @@ class Anytime:
         trace = np.cumsum(self.pace.base)[None] if self.trace is None else self.trace
         first, limit = 1, seconds(deadline)
         if self.engine.jumps:
-            first = self.route.best(limit) if limit < inf else self.spec.stages
+            first = self.beginnings.best(limit) if limit < inf else self.spec.stages
             trace = straight_to(first, trace, self.pace.jumps[first - 1].base)
         forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max()), self.worker.recent, first)
         shares = forecast.shares(self._promise(LATE).timer.looks(limit), self.pace.slowdown)

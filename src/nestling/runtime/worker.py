@@ -21,13 +21,13 @@ import numpy as np
 
 from nestling.errors import NestlingError
 from nestling.runtime.answer import softmax
+from nestling.runtime.beginning import Beginnings
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
 from nestling.runtime.pace import Pace
 from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
-from nestling.runtime.route import Route
 from nestling.runtime.work import ImageWork, News, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -44,12 +44,12 @@ class Worker:
         keep: int,
         clock: Callable[[], float],
         prepare: Callable[[Any, int], Floats] | None = None,
-        route: Route | None = None,
+        beginnings: Beginnings | None = None,
     ) -> None:
         """`prepare`: images as they were given, and the number of the first, to what the engine takes."""
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
         self.prepare = prepare or (lambda x, first: x)
-        self.route = route or Route(pace)
+        self.beginnings = beginnings or Beginnings(pace)
         self.engine_lock = (
             threading.Lock()
         )  # whoever runs a stage holds it; taken before `lock`, never while holding that
@@ -209,7 +209,7 @@ class Worker:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
         if work.done or not (work.straight and self.engine.jumps):
             return work.done + 1
-        return self.engine.stages if left == inf else self.route.first(left)
+        return self.engine.stages if left == inf else self.beginnings.first(left)
 
     # --- under the lock ------------------------------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nestling.runtime.forecast import Doubles
 from nestling.runtime.pace import Pace, Timing
 
-Doubles = NDArray[np.float64]
 POINTS = 16  # of the distribution of a time
 FRESH = 16  # runs after which distributions are worked out again
 BEST_GUESS = 0.1  # error of the first stage where errors are not known; each further stage takes away a fifth
@@ -22,7 +21,7 @@ NEXT = 0.8
 ROUNDING = 1e-9
 
 
-class Route:
+class Beginnings:
     """Looks ahead. Used by one thread at a time."""
 
     def __init__(self, pace: Pace, errors: Sequence[float] = (), nothing: float = 1.0) -> None:
