@@ -192,6 +192,28 @@ def test_a_checkpoint_of_the_network_fits_under_its_own_names() -> None:
     assert torch.equal(net(noise())[-1], other(noise()))
 
 
+@pytest.mark.parametrize("way", [keep, nestling.nest], ids=["keep", "nest"])
+def test_networks_of_ours_are_taken_too(way: Any, dense: Path) -> None:
+    module = nestling.load(dense).subnet(1)
+    assert not module.training, "it answers as it was loaded"
+    x = torch.randn(5, 1, 8, 8)
+    net = way(module, shape=(1, 8, 8)).eval()
+    assert len(net(x)) == 3 and isinstance(net, Extended) == (way is keep)
+    if way is keep:
+        assert torch.equal(net(x)[-1], module(x))
+    assert torch.equal(nestling.nest(module, "", (1, 8, 8))(x)[0], module(x))
+    with pytest.raises(NestlingError, match="3 stages already"):
+        way(net, shape=(1, 8, 8))
+    with pytest.raises(NestlingError, match="takes images of shape"):
+        way(module, shape=(1, 9, 9))
+
+
+def test_a_kept_network_alone_stays_in_evaluation() -> None:
+    module = trained(Residual)
+    alone = keep(module, (1 / 4,), IMAGE).train().subnet(2)
+    assert torch.equal(alone(noise()), module(noise())), "its dropout too"
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 

@@ -8,13 +8,15 @@ computes exactly what the module computes, which is proved whenever a module is 
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from nestling.errors import NestlingError
 from nestling.nets.births import grow
-from nestling.nets.net import NestedNet
+from nestling.nets.net import Alone, NestedNet
+from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
 from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.baked import baked
@@ -60,6 +62,8 @@ def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketc
     if not isinstance(module, nn.Module):
         raise NestlingError(f"found a {net}, {module!r}; expected a torch module that turns images into logits")
     check_shape(shape, net)
+    if isinstance(module, NestedNet | Alone):
+        return own_sketch(module.net if isinstance(module, Alone) else module, shape, net)
     module, made_of_others = baked(module, net)
     if made_of_others:
         LOG.warning("%s: the weights of %s are made of others; the nest has them as they are now", net, made_of_others)
@@ -75,6 +79,24 @@ def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketc
         with own_randomness(module):
             prove(module, sketch, shape, read, net)
     return sketch
+
+
+def own_sketch(module: NestedNet, shape: Shape, net: str) -> Sketch:
+    """A network of ours with one answer is known already: its plan, without births."""
+    plan = module.plan
+    if len(plan.heads) > 1:
+        raise NestlingError(
+            f"{net}: it has {len(plan.heads)} stages already; give one of them, as net.subnet({plan.stages})"
+        )
+    if plan.input.shape(plan.input.channels) != tuple(shape):
+        raise NestlingError(
+            f"{net}: it takes images of shape {plan.input.shape(plan.input.channels)}, found {tuple(shape)}"
+        )
+    if any(isinstance(node.op, ConvTranspose2d) for node in plan.nodes):
+        raise NestlingError(f"{net}: transposed convolutions are not nested twice; nest the module that it was made of")
+    nodes = {node.name: replace(node, births=(0,) * node.channels) for node in plan.nodes}
+    layers = {node.name: module.layer(node.name) for node in plan.nodes if node.op.layered and not node.shares}
+    return Sketch(nodes, layers, plan.heads[0])
 
 
 def own_randomness(module: nn.Module) -> AbstractContextManager[None]:

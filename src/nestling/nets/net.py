@@ -140,7 +140,10 @@ class NestedNet(nn.Module):
         given = {n.name: copy.deepcopy(self.layer(n.name)) for n in plan.nodes if n.op.given}
         small = NestedNet(plan, given).train(self.training)
         for node in plan.nodes:
-            if node.op.layered and not node.op.given and not node.shares:
+            if node.op.given:
+                for mine, theirs in zip(small.layer(node.name).modules(), self.layer(node.name).modules(), strict=True):
+                    mine.training = theirs.training
+            elif node.op.layered and not node.shares:
                 follow(small.layer(node.name), self.layer(node.name))
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
@@ -163,6 +166,7 @@ class Alone(nn.Module):
     def __init__(self, net: NestedNet) -> None:
         super().__init__()
         self.net = net
+        self.training = net.training
 
     def forward(self, x: Tensor) -> Tensor:
         answer: Tensor = self.net(x)[-1]
