@@ -76,9 +76,9 @@ def equal_macs(recipe: NetworkRecipe) -> tuple[int, ...]:
 
 
 def unnested(recipe: NetworkRecipe, widths: tuple[int, ...]) -> Plan:
-    """The plan of a one-stage network of these widths: the drawing of the registry, without growth."""
+    """The plan of a one-stage network of these widths: the plan of the registry, without growth."""
     arch = replace(NETS[recipe.name], growth="", stripes=(), widths=widths)
-    return arch.draw(f"{recipe.name}-unnested", grow(""), arch.shape, arch.classes)
+    return arch.plan(f"{recipe.name}-unnested", grow(""), arch.shape, arch.classes)
 
 
 def plain_net(recipe: NetworkRecipe) -> NestedNet:

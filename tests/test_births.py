@@ -274,7 +274,7 @@ def rows(name: str, op: Operation, reads: tuple[str, ...], births: tuple[int, ..
 
 RELU = Map("relu")
 BROKEN: list[tuple[list[Node], str]] = [
-    ([rows("a", Conv(), ("nobody",), (1,))], "a reads 'nobody', which is not drawn before it"),
+    ([rows("a", Conv(), ("nobody",), (1,))], "a reads 'nobody', which no node before it gives"),
     ([rows("late", Conv(), ("input",), (2,)), rows("a", Conv(), ("late",), (1, 2))], "born at stage 1, before anything"),
     ([rows("late", Conv(), ("input",), (2,)), rows("a", RELU, ("late",), (1,))], "born at stage 1, reads channel 0 of late"),
     ([rows("wide", Conv(), ("input",), (1, 2)), rows("a", Conv(), ("wide",), (1, 1))], "work would be wasted"),

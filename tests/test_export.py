@@ -149,9 +149,9 @@ def other_layers(activation: nn.Module) -> NestedNet:
     x = draft.put(Node("depthwise", Conv((3, 3), (1, 1), (1, 1), groups=8), (x,), births, (8, 8)))
     x = draft.put(Node("own", Module(), (x,), births, (8, 8)))
     y = draft.conv("more", x, births, kernel=1)
-    x = draft.draw("most", Zip("max"), [x, y])
-    x = draft.draw("join", Cat(), [x, y])
-    x = draft.draw("plain", BatchNorm(affine=False), [x])
+    x = draft.enter("most", Zip("max"), [x, y])
+    x = draft.enter("join", Cat(), [x, y])
+    x = draft.enter("plain", BatchNorm(affine=False), [x])
     heads = [draft.head(stage, x, 5) for stage in (1, 2)]
     net = NestedNet(draft.finish(heads, ("s1", "s2")), {"own": activation}).reset(torch.Generator().manual_seed(0))
     with torch.no_grad():

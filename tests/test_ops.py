@@ -59,32 +59,32 @@ class Example:
 
 
 def behind_a_stem(op: Operation, *births: int) -> Callable[[Draft], str]:
-    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", BIRTHS)], births or None)
+    return lambda draft: draft.enter("it", op, [draft.conv("stem", "input", BIRTHS)], births or None)
 
 
 def behind_a_sequence(op: Operation, *births: int) -> Callable[[Draft], str]:
     stem = Conv1d((3,), padding=(1,))
-    return lambda draft: draft.draw("it", op, [draft.draw("stem", stem, ["input"], BIRTHS)], births)
+    return lambda draft: draft.enter("it", op, [draft.enter("stem", stem, ["input"], BIRTHS)], births)
 
 
 def of_two(op: Operation) -> Callable[[Draft], str]:
-    return lambda draft: draft.draw("it", op, [draft.conv(name, "input", BIRTHS) for name in ("one", "two")])
+    return lambda draft: draft.enter("it", op, [draft.conv(name, "input", BIRTHS) for name in ("one", "two")])
 
 
 def gated(draft: Draft) -> str:
     """A single channel, broadcast over others."""
     one, all_of_them = draft.conv("one", "input", (1,), kernel=1), draft.conv("all", "input", BIRTHS)
-    return draft.draw("it", Zip("mul"), [one, all_of_them])
+    return draft.enter("it", Zip("mul"), [one, all_of_them])
 
 
 def born_at_once(op: Operation) -> Callable[[Draft], str]:
     """Behind a stem of which everything is born at the first stage."""
-    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", (1, 1, 1, 1))])
+    return lambda draft: draft.enter("it", op, [draft.conv("stem", "input", (1, 1, 1, 1))])
 
 
 def mlp(draft: Draft) -> str:
-    flat = draft.draw("flat", Flatten(), [draft.conv("stem", "input", (1, 2), stride=2)])
-    return draft.draw("it", Linear(bias=True), [flat], (1, 1, 2))
+    flat = draft.enter("flat", Flatten(), [draft.conv("stem", "input", (1, 2), stride=2)])
+    return draft.enter("it", Linear(bias=True), [flat], (1, 1, 2))
 
 
 EXAMPLES: dict[str, list[Example]] = {
@@ -249,17 +249,17 @@ def test_gradients_stay_inside_their_task(example: Example) -> None:
 def tokens() -> NestedNet:
     """Vectors of 3 channels, 5 of them a sequence: channels are the last axis. Every token is answered."""
     draft = Draft("tokens", (5, 3), axis=2)
-    wide = draft.draw("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
-    relu = draft.draw("relu", Map("relu", axis=2), [wide])
-    deep = draft.draw("deep", Linear(axis=2), [relu], BIRTHS)
-    total = draft.draw("sum", Zip("add", axis=2), [deep, wide])
-    turned = draft.draw("turned", Select((3, -1, 0, 1), axis=2), [total], (2, 2, 1, 1))
-    both = draft.draw("both", Cat(axis=2), [total, turned])
+    wide = draft.enter("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
+    relu = draft.enter("relu", Map("relu", axis=2), [wide])
+    deep = draft.enter("deep", Linear(axis=2), [relu], BIRTHS)
+    total = draft.enter("sum", Zip("add", axis=2), [deep, wide])
+    turned = draft.enter("turned", Select((3, -1, 0, 1), axis=2), [total], (2, 2, 1, 1))
+    both = draft.enter("both", Cat(axis=2), [total, turned])
     heads = []
     for stage in (1, 2):
         live = tuple(c for c, birth in enumerate(draft.births(both)) if birth <= stage)
-        taken = draft.draw(f"take{stage}", Select(live, axis=2), [both], tuple(draft.births(both)[c] for c in live))
-        heads.append(draft.draw(f"head{stage}", Linear(bias=True, axis=2), [taken], (stage,) * 3))
+        taken = draft.enter(f"take{stage}", Select(live, axis=2), [both], tuple(draft.births(both)[c] for c in live))
+        heads.append(draft.enter(f"head{stage}", Linear(bias=True, axis=2), [taken], (stage,) * 3))
     net = NestedNet(draft.finish(heads, ("s", "l")))
     return net.reset(torch.Generator().manual_seed(0)).eval()
 
@@ -277,9 +277,9 @@ def test_channels_may_be_the_last_axis() -> None:
 
 def test_an_operation_that_knows_images_only_refuses_tokens() -> None:
     draft = Draft("tokens", (5, 3), axis=2)
-    wide = draft.draw("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
-    normed = draft.draw("norm", BatchNorm(), [wide])
-    heads = [draft.draw(f"head{s}", Linear(axis=2), [normed], (s,) * 3) for s in (1, 2)]
+    wide = draft.enter("wide", Linear(bias=True, axis=2), ["input"], BIRTHS)
+    normed = draft.enter("norm", BatchNorm(), [wide])
+    heads = [draft.enter(f"head{s}", Linear(axis=2), [normed], (s,) * 3) for s in (1, 2)]
     with pytest.raises(
         NestlingError, match=r"norm .batchnorm. reads wide, whose channels stand at axis 2, .* expected axis 1"
     ):
@@ -289,8 +289,8 @@ def test_an_operation_that_knows_images_only_refuses_tokens() -> None:
 @torch.no_grad()
 def test_channels_of_the_input_that_nobody_reads_stay_in_their_place() -> None:
     draft = Draft("some", IMAGE)
-    taken = draft.draw("taken", Select((1, 2)), ["input"])
-    own = draft.draw("own", Conv((3, 3), padding=(1, 1), groups=2), [taken], (1, 1))
+    taken = draft.enter("taken", Select((1, 2)), ["input"])
+    own = draft.enter("own", Conv((3, 3), padding=(1, 1), groups=2), [taken], (1, 1))
     body = draft.conv("body", own, BIRTHS)
     net = NestedNet(draft.finish([draft.head(stage, body, 3) for stage in (1, 2)], ("s", "l"))).eval()
     x = torch.randn(2, *IMAGE)
@@ -313,8 +313,8 @@ def test_one_layer_in_two_places_freezes_whole() -> None:
 def test_conv1d_counted_by_hand() -> None:
     """Of length 12: 4 channels of 3 x 3 weights at 12 places, then kernel 5 and stride 2 at 4 places over 2 and 4 channels."""
     draft = Draft("sequence", (3, 12))
-    stem = draft.draw("stem", Conv1d((3,), padding=(1,)), ["input"], BIRTHS)
-    it = draft.draw("it", Conv1d((5,), (2,), bias=True), [stem], (1, 2))
+    stem = draft.enter("stem", Conv1d((3,), padding=(1,)), ["input"], BIRTHS)
+    it = draft.enter("it", Conv1d((5,), (2,), bias=True), [stem], (1, 2))
     plan = draft.finish([draft.head(stage, it, 3) for stage in (1, 2)], ("s", "l"))
     stem_node, node = plan.by_name["stem"], plan.by_name["it"]
     assert stem_node.size == (12,) and node.size == (4,)
@@ -358,7 +358,7 @@ def test_transposed_convolution_counted_by_hand() -> None:
     """Of 6 x 6 pixels, each meets the 3 x 3 weights of every channel read once; 2 * 5 - 2 + 2 + 1 + 1 pixels come out."""
     draft = Draft("decoder", IMAGE)
     stem = draft.conv("stem", "input", BIRTHS)
-    it = draft.draw("it", ConvTranspose2d((3, 3), (2, 2), (1, 1), (1, 1), bias=True), [stem], (1, 2))
+    it = draft.enter("it", ConvTranspose2d((3, 3), (2, 2), (1, 1), (1, 1), bias=True), [stem], (1, 2))
     plan = draft.finish([draft.head(stage, it, 3) for stage in (1, 2)], ("s", "l"))
     node = plan.by_name["it"]
     assert node.size == (12, 12)

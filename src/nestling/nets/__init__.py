@@ -1,6 +1,6 @@
 """Nested networks from one rule: a channel born at stage s reads only channels born at or before s.
 
-births.py and plan.py are pure planning, ops/ holds the operations, one file each; draft.py draws plans; resnet.py,
+births.py and plan.py are pure planning, ops/ holds the operations, one file each; draft.py makes plans; resnet.py,
 sparse.py and cascade.py are the paper's networks, registry.py has them by name; blocks.py and svg.py show plans. None
 of these needs torch. layers.py and net.py run a plan with torch; nest.py, exits.py and keep.py take your own
 module, which reading/ reads.

@@ -8,8 +8,8 @@ from nestling.errors import NestlingError
 from nestling.nets.births import grow, sparse_links
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Plan
-from nestling.nets.resnet import draw_stem
-from nestling.nets.sparse import draw_block
+from nestling.nets.resnet import enter_stem
+from nestling.nets.sparse import enter_block
 
 
 def cascade(
@@ -27,7 +27,7 @@ def cascade(
             f"{name}: exits after blocks {exits}; expected rising numbers that end at the last block, {sum(blocks)}."
         )
     draft = Draft(name, shape)
-    x = draw_stem(draft, grow(""), widths[0], "small")
+    x = enter_stem(draft, grow(""), widths[0], "small")
     heads: list[str] = []
     done = 0
     for g, (width, count) in enumerate(zip(widths, blocks, strict=True), start=1):
@@ -40,10 +40,10 @@ def cascade(
             born = stage_of(done + b, exits)
             links = sparse_links(members, b)
             reads = [narrow] if links == (0,) else [made[link] for link in links]
-            made[b] = draw_block(draft, at, draft.add(f"{at}.fetch", reads), (born,) * width)
+            made[b] = enter_block(draft, at, draft.add(f"{at}.fetch", reads), (born,) * width)
             if done + b in exits:
                 x = draft.add(f"exit{born}.fetch", [made[i] for i in sparse_links(members, b + 1)])
-                heads.append(draw_exit(draft, x, born, classes, exit_width if done + b < exits[-1] else 0))
+                heads.append(enter_exit(draft, x, born, classes, exit_width if done + b < exits[-1] else 0))
         done += count
         if done not in exits:
             x = draft.add(f"group{g}.output", [made[i] for i in sparse_links(members, count + 1)])
@@ -55,7 +55,7 @@ def stage_of(block: int, exits: tuple[int, ...]) -> int:
     return 1 + sum(block > after for after in exits)
 
 
-def draw_exit(draft: Draft, x: str, stage: int, classes: int, width: int) -> str:
+def enter_exit(draft: Draft, x: str, stage: int, classes: int, width: int) -> str:
     """A head, after two strided convolutions of `width` channels where width is not 0."""
     at = f"exit{stage}"
     if width:

@@ -1,4 +1,4 @@
-"""Drawing a plan: `draw` enters any operation, which says itself when its channels are born and how large they are.
+"""Making a plan: `enter` takes any operation, which says itself when its channels are born and how large they are.
 
 In: an input shape and the calls of an architecture (resnet.py, sparse.py, ...). Out: a checked Plan. Births flow by one
 rule: what is computed channel by channel is born with the latest of what it reads (and `settle` moves it later still, to
@@ -17,7 +17,7 @@ from nestling.nets.settle import settle
 
 
 class Draft:
-    """A plan while it is being drawn. Methods take and return node names."""
+    """A plan while it is being made. Methods take and return node names."""
 
     def __init__(self, name: str, shape: tuple[int, ...], axis: int = 1) -> None:
         """`shape` is that of one image, without the batch; `axis` is where its channels stand, counted with the batch."""
@@ -35,7 +35,7 @@ class Draft:
         self.nodes[node.name] = node
         return node.name
 
-    def draw(self, name: str, op: Operation, reads: Sequence[str], births: Births | None = None) -> str:
+    def enter(self, name: str, op: Operation, reads: Sequence[str], births: Births | None = None) -> str:
         """A node of any operation, which says births (unless they are chosen here) and size itself."""
         read = [self.nodes[x] for x in reads]
         plain = Node(name, op, tuple(reads), births or (0,) * op.channels(read), op.size(read))
@@ -47,15 +47,15 @@ class Draft:
     def conv(self, name: str, x: str, births: Births, kernel: int = 3, stride: int = 1, padding: int = -1) -> str:
         """A convolution without bias; "same" padding unless told otherwise."""
         pad = kernel // 2 if padding < 0 else padding
-        return self.draw(name, Conv((kernel, kernel), (stride, stride), (pad, pad)), [x], births)
+        return self.enter(name, Conv((kernel, kernel), (stride, stride), (pad, pad)), [x], births)
 
     def norm(self, name: str, x: str) -> str:
         """Batch norm: per channel, so exact under nesting."""
-        return self.draw(name, BatchNorm(), [x])
+        return self.enter(name, BatchNorm(), [x])
 
     def map(self, name: str, x: str, function: str) -> str:
         """A function of each channel by itself."""
-        return self.draw(name, Map(function), [x])
+        return self.enter(name, Map(function), [x])
 
     def relu(self, x: str) -> str:
         return self.map(f"{x}.relu", x, "relu")
@@ -67,11 +67,11 @@ class Draft:
 
     def add(self, name: str, xs: list[str]) -> str:
         """Sum of equal shapes; the sum of one thing is that thing."""
-        return xs[0] if len(xs) == 1 else self.draw(name, Zip("add"), xs)
+        return xs[0] if len(xs) == 1 else self.enter(name, Zip("add"), xs)
 
     def select(self, name: str, x: str, source: tuple[int, ...], births: Births) -> str:
         """Copy channels: `source` names an input channel for each output channel, -1 for a channel of zeros."""
-        return self.draw(name, Select(source), [x], births)
+        return self.enter(name, Select(source), [x], births)
 
     def widen(self, name: str, x: str, births: Births, stripes: tuple[int, ...], wanted: tuple[int, ...]) -> str:
         """Zero-pad channels inside each stripe, so that stripes stay aligned between groups of different width.
@@ -91,12 +91,12 @@ class Draft:
         """Global average of a normalised activation, then a linear layer on the channels born by `stage`."""
         pooled = f"{x}.mean" if self.nodes[x].size else x
         if pooled not in self.nodes:
-            self.draw(pooled, Mean(), [x])
+            self.enter(pooled, Mean(), [x])
         births = self.births(pooled)
         live = tuple(c for c, b in enumerate(births) if b <= stage)
         if len(live) < len(births):
             pooled = self.select(f"head{stage}.take", pooled, live, tuple(births[c] for c in live))
-        return self.draw(f"head{stage}.linear", Linear(bias=True), [pooled], (stage,) * classes)
+        return self.enter(f"head{stage}.linear", Linear(bias=True), [pooled], (stage,) * classes)
 
     def finish(self, heads: list[str], sizes: tuple[str, ...]) -> Plan:
         return settle(Plan(self.name, tuple(self.nodes.values()), tuple(heads), sizes))

@@ -47,7 +47,7 @@ def exits(
     reader = read_whole(baked(module, net)[0], shape, net)
     places = chosen(reader, at, net)
     with torch.random.fork_rng(devices=[]):  # torch draws weights for every new layer
-        made = drawn(reader, places, head, width, net)
+        made = planned(reader, places, head, width, net)
     found = made.net
     assert isinstance(found, Extended)
     found.hold(name for name in made.origins if name in found.plan.by_name)
@@ -85,9 +85,10 @@ def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx
     kept = sorted((node for node in found), key=order.index)
     if len(kept) < len(at):
         raise NestlingError(
-            f"{net}: several of the exits {tuple(at)} fall on the same place, as after {reader.drawn[kept[0]]}; ask for fewer"
+            f"{net}: several of the exits {tuple(at)} fall on the same place, as after {reader.first_names[kept[0]]}; ask for "
+            "fewer"
         )
-    names = [(node, reader.drawn[node]) for node in kept]
+    names = [(node, reader.first_names[node]) for node in kept]
     late = [name for _, name in names if name == reader.sketch.output]
     if late:
         raise NestlingError(f"{net}: an exit at {late[0]} would be the module's own answer; ask for an earlier one")
@@ -109,7 +110,7 @@ def shared(reader: Reader, share: float, done: dict[str, int], net: str) -> fx.N
     """The place where one tensor holds all that goes on, nearest to a share of the work; the deepest of equally near ones."""
     candidates = []
     for index, node in separators(reader):
-        name = reader.drawn.get(node)
+        name = reader.first_names.get(node)
         if isinstance(name, str) and name != reader.sketch.output and is_feature(reader.values[node]):
             candidates.append((abs(done[name] - share * max(done.values())), -index, node))
     if not candidates:
@@ -137,7 +138,8 @@ def named(reader: Reader, path: str, net: str) -> fx.Node:
     inside = [
         node
         for node in reader.trace.record.nodes
-        if isinstance(reader.drawn.get(node), str) and (own_path(node) == path or own_path(node).startswith(f"{path}."))
+        if isinstance(reader.first_names.get(node), str)
+        and (own_path(node) == path or own_path(node).startswith(f"{path}."))
     ]
     if not inside:
         known = {p for n in reader.trace.record.nodes for p in prefixes(own_path(n))}
@@ -165,7 +167,7 @@ def is_feature(value: Any) -> bool:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width: int, net: str) -> Assembled:
+def planned(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width: int, net: str) -> Assembled:
     """The backbone with births by the first exit that needs each node, and the heads."""
     stages = len(places) + 1
     sketch, renamed = fitted(reader.sketch, [f"exit{stage}" for stage in range(1, stages)])

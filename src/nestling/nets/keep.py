@@ -21,7 +21,7 @@ from nestling.nets.extended import Extended
 from nestling.nets.nest import own_randomness, read_module
 from nestling.nets.net import follow
 from nestling.nets.plan import Plan
-from nestling.nets.reading.assemble import Assembled, built, check_stages, drawn, fitted, tail_of
+from nestling.nets.reading.assemble import Assembled, built, check_stages, fitted, planned, tail_of
 from nestling.nets.reading.ordered import ordered
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import Shape
@@ -116,6 +116,6 @@ def own_form(sketch: Sketch, net: str) -> Assembled:
 
 def early_form(sketch: Sketch, growth: Growth, net: str) -> Assembled:
     """A nest of the module's most important channels: all its stages but the last."""
-    plan, layers, origins = drawn(sketch, growth, True, net)
+    plan, layers, origins = planned(sketch, growth, True, net)
     plan = Plan(net, plan.nodes, plan.heads[:-1], plan.sizes[:-1])
     return built(plan, layers, origins, False)

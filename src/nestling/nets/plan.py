@@ -1,6 +1,6 @@
 """The plan of a nested network: a graph of layers in which every channel has a birth. No tensors here.
 
-In: nodes, drawn by the functions of draft.py. Out, all derived from births in this one place: connection masks,
+In: nodes, made by the functions of draft.py. Out, all derived from births in this one place: connection masks,
 parameter and MAC counts of each stage, which task owns which entry, and the program of each stage (which rows it
 computes, what it fetches from earlier stages, what state it passes on). It does not know how layers are computed.
 """

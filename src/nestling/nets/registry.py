@@ -29,7 +29,7 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A named network: which drawing it uses and the numbers it gives it."""
+    """A named network: which function plans it, and with which numbers."""
 
     kind: str  # resnet | sparse | cascade
     growth: str
@@ -43,7 +43,7 @@ class Architecture:
     shape: ImageShape = (3, 32, 32)
     classes: int = 10
 
-    def draw(self, name: str, growth: Growth, shape: ImageShape, classes: int) -> Plan:
+    def plan(self, name: str, growth: Growth, shape: ImageShape, classes: int) -> Plan:
         if self.kind == "resnet":
             return resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem, self.bottleneck)
         if self.kind == "sparse":
@@ -147,18 +147,18 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
     if recipe.ensemble:
         count = len(arch.exits) or growth.stages
         members = [arch.stage_alone(growth, s) for s in range(1, count + 1)]
-        plans = [m.draw(recipe.name, grow(m.growth, m.stripes), shape, classes) for m in members]
-        nest = arch.draw(recipe.name, growth, shape, classes)
+        plans = [m.plan(recipe.name, grow(m.growth, m.stripes), shape, classes) for m in members]
+        nest = arch.plan(recipe.name, growth, shape, classes)
         return ensemble(f"{recipe.name}-ensemble", plans, nest.sizes)
     if recipe.early:
         own = plan(replace(recipe, early=(), keep="", alone=growth.stages), classes, shape)
         return kept(recipe, arch.stage_alone(growth, growth.stages), own, shape, classes)
     if recipe.alone:
-        sizes = arch.draw(recipe.name, growth, shape, classes).sizes
+        sizes = arch.plan(recipe.name, growth, shape, classes).sizes
         single = arch.stage_alone(growth, recipe.alone)
-        drawn = single.draw(f"{recipe.name}-alone", grow(single.growth, single.stripes), shape, classes)
-        return replace(drawn, sizes=(sizes[recipe.alone - 1],))
-    return arch.draw(recipe.name, growth, shape, classes)
+        planned = single.plan(f"{recipe.name}-alone", grow(single.growth, single.stripes), shape, classes)
+        return replace(planned, sizes=(sizes[recipe.alone - 1],))
+    return arch.plan(recipe.name, growth, shape, classes)
 
 
 def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape, classes: int) -> Plan:
@@ -176,7 +176,7 @@ def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape
         )
     narrow = replace(arch, widths=tuple(int(width * units) for width in arch.widths))
     order = ",".join("w" for _ in stripes[1:])
-    early = narrow.draw(recipe.name, grow(order, stripes), shape, classes)
+    early = narrow.plan(recipe.name, grow(order, stripes), shape, classes)
     return replace(beside(early, own), name=f"{recipe.name}-kept")
 
 
@@ -218,9 +218,9 @@ def build(
 
     if recipe.own:
         return own_net(recipe, shape)
-    drawn = plan(recipe, classes, image(shape) if shape else None)
+    planned = plan(recipe, classes, image(shape) if shape else None)
     seed = generator if generator is not None else torch.Generator().manual_seed(0)
     if not recipe.early:
-        return NestedNet(drawn).reset(seed)
-    net = Extended(drawn).reset(seed)  # of all its layers: none is held yet
-    return net.hold(own_part(drawn))
+        return NestedNet(planned).reset(seed)
+    net = Extended(planned).reset(seed)  # of all its layers: none is held yet
+    return net.hold(own_part(planned))

@@ -28,7 +28,7 @@ def resnet(
         )
     draft = Draft(name, shape)
     stem_width = widths[0] // bottleneck
-    stream = draw_stem(draft, growth, stem_width, stem)
+    stream = enter_stem(draft, growth, stem_width, stem)
     for g, (width, count) in enumerate(zip(widths, blocks, strict=True), start=1):
         for b in range(1, count + 1):
             stride = 2 if g > 1 and b == 1 else 1
@@ -43,7 +43,7 @@ def resnet(
     return draft.finish(heads, growth.sizes)
 
 
-def draw_stem(draft: Draft, growth: Growth, width: int, kind: str) -> str:
+def enter_stem(draft: Draft, growth: Growth, width: int, kind: str) -> str:
     """small: one 3x3 convolution. imagenet: 7x7 of stride 2, then a 3x3 max pool of stride 2."""
     births = growth.channel_births(width, what=f"{draft.name} stem")
     if kind == "small":

@@ -1,6 +1,6 @@
-"""A plan put in order and checked: the last step of drawing one, before any tensor exists.
+"""A plan put in order and checked: the last step of making one, before any tensor exists.
 
-In: a plan as drawn. Out: the same without what no answer needs and with nothing born before it is needed, or an error that
+In: a plan as it was made. Out: the same without what no answer needs and with nothing born before it is needed, or an error that
 says where the rule is broken, work is wasted or a stage is empty. Pure.
 """
 
@@ -31,12 +31,12 @@ def settle(plan: Plan) -> Plan:
 
 def check(plan: Plan) -> Plan:
     """Refuse a plan that breaks the rule, wastes work or leaves a stage empty. Runs before any tensor exists."""
-    drawn: set[str] = set()
+    before: set[str] = set()
     for node in plan.nodes:
         for read in node.reads:
-            if read not in drawn:
-                raise NestlingError(f"{plan.name}: {node.name} reads {read!r}, which is not drawn before it.")
-        drawn.add(node.name)
+            if read not in before:
+                raise NestlingError(f"{plan.name}: {node.name} reads {read!r}, which no node before it gives.")
+        before.add(node.name)
     for node in plan.nodes:
         node.op.check(plan.name, node, plan.reads_of(node))
         check_sharing(plan, node)

@@ -8,7 +8,7 @@ output are kept per level: otherwise outer blocks would leak into inner ones.
 from nestling.nets.births import Births, Growth, block_levels, depth_links, output_links
 from nestling.nets.draft import Draft
 from nestling.nets.plan import Plan
-from nestling.nets.resnet import draw_stem
+from nestling.nets.resnet import enter_stem
 
 
 def sparse_resnet(
@@ -21,17 +21,17 @@ def sparse_resnet(
     stem: str = "small",
 ) -> Plan:
     draft = Draft(name, shape)
-    outputs = [draw_stem(draft, growth, widths[0], stem)] * growth.levels  # one per level; all share the stem
+    outputs = [enter_stem(draft, growth, widths[0], stem)] * growth.levels  # one per level; all share the stem
     for g, (width, count) in enumerate(zip(widths, blocks, strict=True), start=1):
         if g > 1:
             outputs = [draft.halve(x) for x in outputs]
-        outputs = draw_group(draft, growth, f"group{g}", outputs, width, count)
+        outputs = enter_group(draft, growth, f"group{g}", outputs, width, count)
     features = [draft.relu(draft.norm(f"{x}_norm", x)) for x in outputs]
     heads = [draft.head(s, features[growth.level_at(s) - 1], classes) for s in range(1, growth.stages + 1)]
     return draft.finish(heads, growth.sizes)
 
 
-def draw_group(draft: Draft, growth: Growth, at: str, inputs: list[str], width: int, count: int) -> list[str]:
+def enter_group(draft: Draft, growth: Growth, at: str, inputs: list[str], width: int, count: int) -> list[str]:
     """Blocks of one group; takes and returns one tensor per level."""
     stripes = [growth.stripe_of(len(draft.births(x))) for x in inputs]
     births = [growth.channel_births(width, level, what=at) for level in range(1, growth.levels + 1)]
@@ -46,7 +46,7 @@ def draw_group(draft: Draft, growth: Growth, at: str, inputs: list[str], width: 
         group_input = (inputs if links == (0,) else widened)[level - 1]
         reads = [made[link] if link else group_input for link in links]
         x = draft.add(f"{at}.block{b}.fetch", reads)
-        made[b] = draw_block(draft, f"{at}.block{b}", x, births[level - 1])
+        made[b] = enter_block(draft, f"{at}.block{b}", x, births[level - 1])
     outputs = []
     for level, links in enumerate(output_links(count, growth.levels), start=1):
         reads = [made[link] if link else widened[level - 1] for link in links]
@@ -54,7 +54,7 @@ def draw_group(draft: Draft, growth: Growth, at: str, inputs: list[str], width: 
     return outputs
 
 
-def draw_block(draft: Draft, at: str, x: str, births: Births) -> str:
+def enter_block(draft: Draft, at: str, x: str, births: Births) -> str:
     """Two pre-activated 3x3 convolutions."""
     y = draft.relu(draft.norm(f"{at}.norm1", x))
     y = draft.conv(f"{at}.conv1", y, births)

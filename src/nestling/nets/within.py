@@ -51,12 +51,12 @@ def within(net: NestedNet, stage: int) -> NestedNet:
     for node in plan.nodes:
         if not node.op.layered or node.name not in net.plan.by_name:
             continue
-        mine, theirs, drawn = small.layer(node.name), net.layer(node.name), net.plan.by_name[node.name]
-        rows, columns = as_index(kept[node.name]), as_index(kept[drawn.reads[0]])
+        mine, theirs, whole = small.layer(node.name), net.layer(node.name), net.plan.by_name[node.name]
+        rows, columns = as_index(kept[node.name]), as_index(kept[whole.reads[0]])
         for name, parameter in theirs.named_parameters(recurse=False):
             setattr(mine, name, nn.Parameter(parameter.detach()[node.op.box(name, rows, columns)]))
         if not node.op.weighted:
-            share_statistics(mine, theirs, rows, owner=stage == keeper(net.plan, drawn))
+            share_statistics(mine, theirs, rows, owner=stage == keeper(net.plan, whole))
     return small.train(net.training)
 
 

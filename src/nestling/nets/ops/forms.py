@@ -1,4 +1,4 @@
-"""torch's channel-wise modules as ONNX operators, for networks that were not drawn as nests.
+"""torch's channel-wise modules as ONNX operators, for networks that were not planned as nests.
 
 In: a module of one tensor. Out: the operators that do the same in evaluation mode, one after another, as (name,
 attributes); None where there is no such form here. Writes no graph and knows no stage.

@@ -30,7 +30,7 @@ class Assembled:
     """A nested network and where it came from."""
 
     net: NestedNet
-    plan: Plan  # as drawn, before what no answer needs was left out
+    plan: Plan  # before what no answer needs was left out
     origins: Mapping[str, str]  # the sketch's name of each node that has a layer
 
     def cut(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def assemble(sketch: Sketch, growth: Growth, uneven: bool, net: str, training: b
     """The nested network of a sketch, starting from copies of the weights of the layers in it."""
     check_stages(sketch, growth, net)
     sketch, renamed = fitted(sketch, [f"head{stage}" for stage in range(1, growth.stages + 1)])
-    plan, layers, origins = drawn(sketch, growth, uneven, net)
+    plan, layers, origins = planned(sketch, growth, uneven, net)
     return built(plan, layers, {name: renamed[origin] for name, origin in origins.items()}, training)
 
 
@@ -141,7 +141,9 @@ def names(nodes: list[Node]) -> set[str]:
     return {node.name for node in nodes}
 
 
-def drawn(sketch: Sketch, growth: Growth, uneven: bool, net: str) -> tuple[Plan, dict[str, nn.Module], dict[str, str]]:
+def planned(
+    sketch: Sketch, growth: Growth, uneven: bool, net: str
+) -> tuple[Plan, dict[str, nn.Module], dict[str, str]]:
     """The plan of the nest before it is settled, the layer that each of its nodes is made from, and that layer's node."""
     tail = tail_of(sketch, net)
     ends = names(tail)

@@ -26,7 +26,7 @@ from nestling.nets.reading.trace import BATCHES, path_of
 
 
 class Pen(Page):
-    """Draws one operation after another on the page."""
+    """Enters one operation after another on the page."""
 
     def map(self, node: fx.Node, layer: nn.Module) -> None:
         read, name = self.same(node), self.name(node)

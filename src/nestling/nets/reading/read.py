@@ -1,7 +1,7 @@
 """Reading an ordinary torch module: its layers and operations as nodes of a plan, still without births.
 
 In: a module and the shape of one image. Out: a `Sketch`: nodes in order, the layers they came from, and the name of the
-output. trace.py says which operations there are; here each is found to be of a kind, which pen.py draws. What is not known
+output. trace.py says which operations there are; here each is found to be of a kind, which pen.py enters. What is not known
 to work channel by channel is refused, and the refusal names the module and the reason. Nothing here knows about stages.
 """
 
@@ -100,9 +100,9 @@ class Reader(Pen):
         self.tensor_of["input"] = record.values[record.image]
         self.names[record.image] = self.put(Node("input", Input(), (), (0,) * shape[0], tuple(shape[1:])))
         for node in record.nodes:
-            self.draw_whole(node) if self.whole else self.draw(node)
+            self.enter_whole(node) if self.whole else self.enter_node(node)
             if node in self.names:
-                self.drawn[node] = self.names[node]
+                self.first_names[node] = self.names[node]
             self.overwrite(node)
         answer = record.answer
         name = self.names.get(answer) if isinstance(answer, fx.Node) else None
@@ -110,13 +110,13 @@ class Reader(Pen):
             raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
         self.sketch.output = name
 
-    def draw_whole(self, node: fx.Node) -> None:
+    def enter_whole(self, node: fx.Node) -> None:
         """Channel by channel if that is known to be right, else as it was recorded."""
         sketch, before = self.sketch, (dict(self.sketch.nodes), dict(self.sketch.layers), dict(self.weights_of))
         try:
             if node.target == "contiguous":
                 self.refuse(node, "how a tensor lies in memory decides how it is computed, to the last bit")
-            self.draw(node)
+            self.enter_node(node)
         except NestlingError:
             sketch.nodes, sketch.layers, self.weights_of = before
             self.names.pop(node, None)
@@ -127,16 +127,16 @@ class Reader(Pen):
         elif isinstance(name, tuple):
             self.tensor_of.update(zip(name, self.values[node], strict=True))
 
-    def draw(self, node: fx.Node) -> None:
+    def enter_node(self, node: fx.Node) -> None:
         if node.op == "call_module":
-            self.draw_module(node, self.module.get_submodule(str(node.target)))
+            self.enter_module(node, self.module.get_submodule(str(node.target)))
         elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
             target = METHODS.get(node.target, node.target) if node.op == "call_method" else node.target
-            self.draw_operation(node, target)
+            self.enter_operation(node, target)
 
-    def draw_module(self, node: fx.Node, layer: nn.Module) -> None:
+    def enter_module(self, node: fx.Node, layer: nn.Module) -> None:
         kind = type(layer)
         if type(layer).__name__ in DROP_PATHS:
             self.map(node, DropPath.of(layer))
@@ -163,7 +163,7 @@ class Reader(Pen):
         else:
             self.refuse(node, REASONS.get(kind, UNKNOWN))
 
-    def draw_operation(self, node: fx.Node, target: Any) -> None:
+    def enter_operation(self, node: fx.Node, target: Any) -> None:
         """`target` is the function, or the function that a method stands for."""
         base = IN_PLACE.get(target, target)
         self.check_constants(

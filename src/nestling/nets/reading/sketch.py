@@ -41,7 +41,7 @@ class Page:
         self.whole = False
         self.sketch = Sketch(dropped=trace.record.dropped)
         self.names: dict[fx.Node, str | tuple[str, ...]] = {}  # the plan's name of each traced tensor
-        self.drawn: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
+        self.first_names: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
         self.regrouped: dict[fx.Node, tuple[str, Tensor]] = {}  # channels in several dimensions: whose, and which where

@@ -1,4 +1,4 @@
-"""Births for a network that was not drawn as a nest: which channels must be born together, and when each is born.
+"""Births for a network that was not planned as a nest: which channels must be born together, and when each is born.
 
 In: the nodes of a network in order, without births, and a growth order of widths. Out: the same nodes with births.
 Channels that are added or multiplied are tied, because a sum is born with the latest of its terms; then every layer is
