@@ -15,7 +15,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 DEMO := data,report,export
-DEV := data,report,export,compare,docs,dev
+DEV := data,report,export,serve,compare,docs,dev
 
 .PHONY: demo test check docs browser constraints clean
 

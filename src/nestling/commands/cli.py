@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
         "evaluate": "error, loss and calibration of each stage of a run",
         "profile": "measure the latency of each stage of a run",
         "predict": "answer images, stage by stage, until a deadline",
+        "serve": "answer over HTTP and gRPC, by each request's deadline",
         "export": "write each stage for other engines",
         "report": "write run folders up as HTML, Markdown and pictures",
         "paper": "set results beside the paper's",

@@ -5,6 +5,7 @@ seed alone decides what is cut out, so it does not matter which process reads th
 one of FORMATS, whatever it is called, and only up to MOST_PIXELS. Knows no data set.
 """
 
+import io
 import math
 import random
 from pathlib import Path
@@ -49,13 +50,13 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
 
 
-def fitted(path: Path | str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """The picture at path as a network takes it, uint8 (C,H,W): set upright; as it is where it has the network's size, else
-    its middle, scaled."""
+def fitted(path: Path | str | bytes, shape: tuple[int, int, int], most: int = MOST_PIXELS) -> NDArray[np.uint8]:
+    """The picture at path, or in these bytes, as a network takes it, uint8 (C,H,W): set upright; as it is where it has the
+    network's size, else its middle, scaled. `most` pixels are read."""
     channels, height, width = shape
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
-    image = load_rgb(path, upright=True)
+    image = load_rgb(path, upright=True, most=most)
     square = image if image.size == (width, height) else centre(image, height)
     pixels = np.array(square).transpose(2, 0, 1)
     if channels == 3:
@@ -65,16 +66,14 @@ def fitted(path: Path | str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     return grey
 
 
-def load_rgb(path: Path | str, upright: bool = False) -> Image.Image:
+def load_rgb(path: Path | str | bytes, upright: bool = False, most: int = MOST_PIXELS) -> Image.Image:
     """The whole picture, three channels of 8 bits; `upright`: turned the way the camera was held (EXIF orientation)."""
     try:
-        if not Path(path).is_file():  # a pipe would never end
+        if not isinstance(path, bytes) and not Path(path).is_file():  # a pipe would never end
             raise FileNotFoundError(f"{path} is no file")
-        with Image.open(path, formats=FORMATS) as file:
-            if file.width * file.height > MOST_PIXELS:
-                raise ValueError(
-                    f"it has {file.width} x {file.height} pixels, more than {MOST_PIXELS:,}; scale it down"
-                )
+        with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=FORMATS) as file:
+            if file.width * file.height > most:
+                raise ValueError(f"it has {file.width} x {file.height} pixels, more than {most:,}; scale it down")
             return to_rgb(turned(file) if upright else file)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from nestling.errors import NestlingError
+from nestling.files import MANIFEST, RESULTS, WEIGHTS
 from nestling.nets import NestedNet
 from nestling.runs.folder import RunDir
 from nestling.runtime.caller import Sure
@@ -94,6 +95,14 @@ class Model:
         began = self.clock() if began is None else began
         tickets = self.kept.take(token)
         return ServedRequest(self.stages, self.spec, self.runtime.prior, tickets, began, limit, margin or self.margin)
+
+    def stamp(self) -> tuple[int, ...]:
+        """When the files were written that it was opened from; () of what is no folder."""
+        if not isinstance(self.source, str | Path | RunDir):
+            return ()
+        folder = self.source.path if isinstance(self.source, RunDir) else Path(self.source)
+        files = (folder / name for name in (WEIGHTS, RESULTS, MANIFEST))
+        return tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
 
     def retire(self) -> None:
         """Close when nobody is asking any more: another model has taken this one's name."""

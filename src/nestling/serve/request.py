@@ -42,6 +42,8 @@ class ServedRequest:
         self.clock, self.began, self.margin = stages.clock, began, margin
         self.due = began + (margin.before(limit) if limit < inf else inf)
         self.deadline = began + limit
+        self.told = [0] * len(tickets)  # the stages of the answers that were sent
+        self.left = False  # the client has
         self.before = self.stage  # what there was when it began
         self.wake: Callable[[], Any] = lambda: None
 
@@ -73,6 +75,12 @@ class ServedRequest:
         """Stop working on it. What there is stays, and can be gone on with."""
         if not self.over:
             self.stages.leave(self.tickets)
+
+    def cancel(self) -> None:
+        """The client has left: nobody waits any longer."""
+        self.left = True
+        self.leave()
+        self.wake()
 
     def again(self, tickets: Sequence[Ticket], limit: float, began: float) -> "ServedRequest":
         """More of some of the images, from where their work stands."""
@@ -145,7 +153,7 @@ class ServedRequest:
         left = self.due - self.clock()
         timer = loop.call_later(max(0.0, left), rang.set) if left < LONGEST_SLEEP else None
         try:
-            while not self.over and self.clock() < self.due:
+            while not self.over and not self.left and self.clock() < self.due:
                 await rang.wait()
                 rang.clear()
                 for stage in (new := self.news(seen)):

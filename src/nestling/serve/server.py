@@ -40,7 +40,7 @@ class Server:
         self.open: Callable[[str, Servable], Model] = lambda name, source: Model(
             name, source, device, threads, room, memory, clock
         )
-        self.models: dict[str, Model] = {}
+        self.clock, self.models = clock, dict[str, Model]()
         try:
             for name, source in [*((own_name(each), each) for each in sources), *(named or {}).items()]:
                 if name in self.models:

@@ -1,0 +1,167 @@
+"""`nestling serve`: networks behind HTTP and gRPC, until SIGTERM or Ctrl-C.
+
+What happens is told on stderr, one JSON document a line: what listens where, networks opened anew, requests if that is wanted.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nestling.errors import NestlingError
+
+if TYPE_CHECKING:
+    from nestling.serve.listen import Sockets
+    from nestling.serve.server import Server
+
+SWITCHING = 0.0005  # seconds a thread may keep the interpreter while others want it
+
+
+def command(
+    networks: tuple[str, ...],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grpc_port: int = 8001,
+    device: str = "auto",
+    threads: int = 1,
+    room: int = 256,
+    memory_mb: int = 256,
+    body_mb: int = 8,
+    longest: float = 10.0,
+    token_file: str = "",
+    certificate: str = "",
+    key: str = "",
+    reload: float = 2.0,
+    log_requests: bool = False,
+    page: bool = True,
+) -> dict[str, Any]:
+    """Answer over HTTP and gRPC (Open Inference Protocol v2) by each request's deadline. Overload costs stages, not answers.
+
+    Args:
+        networks: run folders, folders of exported stages or names of trained networks; NAME=PATH gives one another name.
+        host: where to listen; only this machine can ask unless you say otherwise.
+        port: of HTTP; 0 is any that is free.
+        grpc_port: of gRPC; 0 is any that is free, -1 none.
+        device: auto, cpu or cuda.
+        threads: that a stage may use on a CPU.
+        room: images of each network that may be asked for at a time; beyond that clients are told to come back (429).
+        memory_mb: that the states of these may take, MiB for each network.
+        body_mb: the largest request, MiB.
+        longest: seconds; deadlines are at most this, and ending takes no longer.
+        token_file: holds the token that clients must send (Authorization: Bearer TOKEN).
+        certificate: for TLS, a file in PEM form.
+        key: its key.
+        reload: seconds between two looks whether a folder has changed and must be opened anew; 0 = never.
+        log_requests: a line for every request.
+        page: show the page at / where everybody can try it.
+    """
+    began = time.monotonic()
+    if not longest > 0 or room < 1 or memory_mb < 1 or body_mb < 1 or reload < 0:
+        raise NestlingError(f"found longest {longest}, room {room}, memory_mb {memory_mb}, body_mb {body_mb}, reload {reload}; "
+                            "expected positive numbers (reload may be 0)")  # fmt: skip
+    try:
+        from nestling.serve.http import application
+        from nestling.serve.listen import Place, Sockets
+        from nestling.serve.service import Service
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("nestling"):
+            raise
+        raise NestlingError(f"serving needs {error.name}; run: pip install 'nestling[serve]'") from error
+    from nestling.serve.server import Server
+
+    token = read_token(token_file)
+    place = Place(host, port, None if grpc_port < 0 else grpc_port, certificate, key)
+    sources = dict(split(each) for each in networks)
+    if len(sources) < len(networks):
+        raise NestlingError(f"found two networks of one name in {', '.join(networks)}; name one of them: NAME=PATH")
+    with Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server:
+        service = Service(
+            server, log=say if log_requests else None, token=token, longest=longest, most_bytes=body_mb * 2**20
+        )
+        listener = Sockets(service, application(service), place)
+        sys.setswitchinterval(SWITCHING)
+        gc.collect()
+        gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again
+        asyncio.run(live(listener, server, reload, began))
+        return {"networks": list(sources), "seconds": time.monotonic() - began, "answered": service.metrics.count()}
+
+
+def show(result: dict[str, Any]) -> str:
+    return f"answered {result['answered']} requests in {result['seconds']:.0f} s"
+
+
+async def live(listener: "Sockets", server: "Server", reload: float, began: float) -> None:
+    loop = asyncio.get_running_loop()
+
+    def end(number: int) -> None:
+        if listener.service.ending:
+            os._exit(128 + number)  # twice: at once
+        say({"event": "ending", "longest_s": listener.service.longest})
+        listener.end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    watching = asyncio.ensure_future(watch(server, reload)) if reload else None
+    try:
+        await listener.run(lambda started: say(ready(started, server, began)))
+    finally:
+        if watching is not None:
+            watching.cancel()
+        say({"event": "ended"})
+
+
+def ready(listener: "Sockets", server: "Server", began: float) -> dict[str, Any]:
+    place, ports = listener.place, listener.ports
+    scheme = "https" if place.certificate else "http"
+    found: dict[str, Any] = {"event": "ready", "http": f"{scheme}://{place.host}:{ports['http']}"}
+    if "grpc" in ports:
+        found["grpc"] = f"{place.host}:{ports['grpc']}"
+    return {**found, "networks": list(server.models), "seconds": round(time.monotonic() - began, 2)}
+
+
+async def watch(server: "Server", seconds: float) -> None:
+    """Open a network anew when its folder has changed, and has not changed again since the last look."""
+    stamps = {name: model.stamp() for name, model in server.models.items()}
+    changing: dict[str, Any] = {}
+    while True:
+        await asyncio.sleep(seconds)
+        for name, model in list(server.models.items()):
+            model.kept.purge()
+            stamp = model.stamp()
+            if stamp == stamps[name]:
+                continue
+            if changing.get(name) != stamp:
+                changing[name] = stamp
+                continue
+            stamps[name] = stamp
+            try:
+                await asyncio.to_thread(server.reload, name)
+                say({"event": "reloaded", "network": name})
+            except (NestlingError, OSError) as error:
+                say({"event": "not reloaded", "network": name, "error": str(error)})
+
+
+def split(text: str) -> tuple[str, str]:
+    """NAME=PATH, or a path or name by its own name."""
+    name, mark, source = text.partition("=")
+    if mark and not (name and source):
+        raise NestlingError(f"found {text!r}; expected NAME=PATH, a run's folder or the name of a trained network")
+    return (name, source) if mark else (Path(text).resolve().name, text)
+
+
+def read_token(file: str) -> str:
+    if not file:
+        return os.environ.get("NESTLING_TOKEN", "")
+    found = Path(file).read_text(encoding="utf-8").strip()
+    if not found:
+        raise NestlingError(f"{file} is empty; expected the token that clients must send")
+    return found
+
+
+def say(event: dict[str, Any]) -> None:
+    print(json.dumps({"time": round(time.time(), 3), **event}), file=sys.stderr, flush=True)

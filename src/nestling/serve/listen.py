@@ -1,0 +1,143 @@
+"""Sockets: a service behind HTTP and gRPC, in one event loop, until it is told to end.
+
+In: a Service and where to listen. Out: nothing, when it has ended: told to, it takes no new requests, answers those it has (none
+lasts longer than the longest deadline), and closes. Connections on which no whole request comes are closed after a while.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nestling.errors import NestlingError
+from nestling.serve.grpc import listening
+from nestling.serve.service import Service
+
+IDLE = 20.0  # seconds after which a connection without a whole request is closed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to listen; port 0 is any that is free."""
+
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int | None = None  # None: no gRPC
+    certificate: str = ""  # files, for TLS
+    key: str = ""
+
+
+class Patient(HttpToolsProtocol):
+    """uvicorn's, which waits for ever for the rest of a request's head: closed after a while."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.whole = 0
+        self.later = self.loop.call_later(IDLE, self.look, -1)
+
+    def on_headers_complete(self) -> None:
+        self.whole += 1
+        super().on_headers_complete()
+
+    def look(self, before: int) -> None:
+        """Nothing whole has come since the last look, and nothing is being answered: the client is slow on purpose."""
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if self.whole == max(before, 0) and not busy:
+            self.transport.close()
+        else:
+            self.later = self.loop.call_later(IDLE, self.look, self.whole)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.later.cancel()
+        super().connection_lost(exc)
+
+
+class Sockets:
+    """The sockets of one service."""
+
+    def __init__(self, service: Service, app: Starlette, place: Place) -> None:
+        if bool(place.certificate) != bool(place.key):
+            raise NestlingError("TLS needs both a certificate and its key; give --certificate FILE and --key FILE")
+        for file in filter(None, (place.certificate, place.key)):
+            if not Path(file).is_file():
+                raise NestlingError(f"there is no file {file}; expected a certificate or key in PEM form")
+        self.service, self.place = service, place
+        config = uvicorn.Config(
+            app, place.host, place.http, http=Patient, ws="none", lifespan="off", log_config=None, access_log=False,
+            timeout_keep_alive=60, ssl_certfile=place.certificate or None, ssl_keyfile=place.key or None, loop="none",
+            timeout_graceful_shutdown=int(service.longest) + 2, server_header=False, date_header=False, backlog=2048,
+        )  # fmt: skip
+        try:
+            config.load()
+        except (ssl.SSLError, OSError) as error:
+            raise NestlingError(
+                f"{place.certificate} and {place.key} are no certificate and its key: {error}"
+            ) from error
+        self.http = Quiet(config)
+        self.ports: dict[str, int] = {}
+
+    async def run(self, started: Callable[["Sockets"], Any]) -> None:
+        """Until `end` is called; `started` is told when everything listens."""
+        try:
+            serving = asyncio.ensure_future(self.http.serve())
+            while not self.http.started and not serving.done():
+                await asyncio.sleep(0.005)
+            if not self.http.started:
+                serving.result()
+                raise NestlingError(f"cannot listen at {self.place.host}:{self.place.http}; is the port taken?")
+            self.ports["http"] = self.http.servers[0].sockets[0].getsockname()[1]
+            async with self.also():
+                started(self)
+                await serving
+        finally:
+            self.service.ending = True
+
+    @contextlib.asynccontextmanager
+    async def also(self) -> AsyncIterator[None]:
+        """gRPC beside HTTP, where that was asked for."""
+        if self.place.grpc is None:
+            yield
+            return
+        credentials = None
+        if self.place.certificate:
+            pair = Path(self.place.key).read_bytes(), Path(self.place.certificate).read_bytes()
+            credentials = grpc.ssl_server_credentials([pair])
+        address = f"{self.place.host}:{self.place.grpc}"
+        try:
+            server, self.ports["grpc"] = await listening(self.service, address, credentials)
+        except RuntimeError as error:
+            self.end()
+            raise NestlingError(f"cannot listen at {address}; is the port taken? ({error})") from error
+        try:
+            yield
+        finally:
+            await server.stop(self.service.longest)
+
+    def end(self) -> None:
+        """Take no more requests, answer those there are, and come back from `run`."""
+        self.service.ending = True
+        self.http.should_exit = True
+
+
+class Quiet(uvicorn.Server):
+    """Signals are the command's business, and a port that is taken is no reason to end the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: Any = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:
+            raise NestlingError(
+                f"cannot listen at {self.config.host}:{self.config.port}; is the port taken?"
+            ) from error

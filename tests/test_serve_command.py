@@ -1,0 +1,175 @@
+"""`nestling serve` as people run it: ready soon, several networks, TLS, a token, opened anew, ended, killed: nothing is lost."""
+
+import http.client
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_serve_clients import NAME, infer_json
+
+from nestling.runs.folder import SHIPPED
+
+pytest.importorskip("uvicorn")
+
+
+class Process:
+    """A server in a process of its own, and what it said."""
+
+    def __init__(self, *words: str) -> None:
+        command = [sys.executable, "-m", "nestling", "serve", *words]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said: list[dict[str, Any]] = []
+        self.reading = threading.Thread(target=self.read, daemon=True)
+        self.reading.start()
+        self.ready = self.event("ready")
+        self.address = self.ready["http"].split("//")[1]
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(json.loads(line) if line.startswith("{") else {"event": "text", "text": line})
+
+    def event(self, name: str, seconds: float = 30) -> dict[str, Any]:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for each in self.said:
+                if each.get("event") == name:
+                    return each
+            if self.process.poll() is not None and not self.reading.is_alive():
+                break
+            time.sleep(0.01)
+        raise AssertionError(f"it never said {name}: {self.said}")
+
+    def ask(self, body: bytes, headers: dict[str, str] | None = None, name: str = NAME) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self.address, timeout=20)
+        connection.request("POST", f"/v2/models/{name}/infer", body, headers or {})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def begin(*words: str) -> Process:
+        made.append(Process("--port", "0", "--grpc-port", "0", *words))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+def test_it_is_ready_soon_answers_and_ends_by_sigterm(start: Callable[..., Process]) -> None:
+    server = start(NAME, f"second={SHIPPED / 'depth-sparse98-cifar10'}", "--log-requests")
+    assert server.ready["networks"] == [NAME, "second"] and server.ready["http"].startswith("http://127.0.0.1:")
+    assert server.ready["seconds"] < 20, "on a quiet machine under 5"
+    for name, stages in ((NAME, 3), ("second", 4)):
+        status, said = server.ask(infer_json(), name=name)
+        assert status == 200 and said["parameters"]["stage"] == stages
+    assert server.end() == 0
+    assert server.event("ended") and sum(each.get("status") == 200 for each in server.said) == 2
+
+
+def test_tls_and_a_token(start: Callable[..., Process], tmp_path: Path) -> None:
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "cert.pem", tmp_path / "token"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
+    subprocess.run(made, check=True, capture_output=True)
+    token.write_text("secret\n")
+    server = start(NAME, "--certificate", str(certificate), "--key", str(key), "--token-file", str(token))
+    context = ssl.create_default_context(cafile=str(certificate))
+    for header, expected in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
+        connection = http.client.HTTPSConnection(server.address, timeout=20, context=context)
+        connection.request("POST", f"/v2/models/{NAME}/infer", infer_json(), header)
+        assert connection.getresponse().status == expected
+    import tritonclient.grpc as triton
+
+    with triton.InferenceServerClient(server.ready["grpc"], ssl=True, root_certificates=str(certificate)) as client:
+        assert client.is_server_live(headers={"authorization": "Bearer secret"})
+
+
+def test_a_folder_that_changes_is_opened_anew_and_a_spoilt_one_is_not(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    run = tmp_path / "mine"
+    shutil.copytree(SHIPPED / NAME, run)
+    server = start(f"net={run}", "--reload", "0.1")
+    before = server.ask(infer_json(), name="net")[1]["outputs"][0]["data"]
+    weights = run / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert server.event("not reloaded")["network"] == "net"
+    assert server.ask(infer_json(), name="net")[0] == 200, "the old one goes on"
+    weights.write_bytes(whole)
+    server.event("reloaded")
+    assert server.ask(infer_json(), name="net")[1]["outputs"][0]["data"] == before
+
+
+def test_killed_and_restarted_clients_that_ask_again_lose_nothing(start: Callable[..., Process]) -> None:
+    first = start(NAME)
+    port = first.address.split(":")[1]
+    answered: list[int] = []
+
+    def client(count: int) -> None:
+        for _ in range(count):
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                try:
+                    connection = http.client.HTTPConnection(f"127.0.0.1:{port}", timeout=10)
+                    connection.request("POST", f"/v2/models/{NAME}/infer", infer_json())
+                    answered.append(connection.getresponse().status)
+                    break
+                except (OSError, http.client.HTTPException):
+                    time.sleep(0.1)
+
+    clients = [threading.Thread(target=client, args=(30,)) for _ in range(3)]
+    for each in clients:
+        each.start()
+    while len(answered) < 10:
+        time.sleep(0.01)
+    first.process.kill()
+    first.process.wait()
+    start(NAME, "--port", port)
+    for each in clients:
+        each.join(90)
+    assert answered == [200] * 90
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nobody",),
+        (NAME, "--certificate", "none.pem"),
+        (NAME, NAME),
+        ("=x",),
+        (NAME, "--room", "0"),
+        (NAME, "--token-file", "none"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_words(words: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nestling", "serve", "--port", "0", "--grpc-port", "-1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("nestling: ") and "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(start: Callable[..., Process]) -> None:
+    port = start(NAME).address.split(":")[1]
+    command = [sys.executable, "-m", "nestling", "serve", NAME, "--port", port, "--grpc-port", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"127.0.0.1:{port}; is the port taken?" in done.stderr
