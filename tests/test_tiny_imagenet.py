@@ -1,5 +1,6 @@
 """Tiny ImageNet in its own layout: decoded once into mapped pixels, whole or not at all, and trained from the command line."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from nestling.commands import data as data_command
 from nestling.commands import paper as paper_command
@@ -54,6 +56,9 @@ def test_every_picture_is_there_once_with_its_label(root: Path) -> None:
     assert (found["train"], found["test"], found["shape"]) == (24, 8, [3, 64, 64])
     assert found["classes"] == ["goldfish", "European fire salamander", "frog, bullfrog", "frog, tailed"]
     assert found["per_class"] == {"train": [6] * 4, "test": [2] * 4}
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(data_command.show(found))
+    assert "train: 6 each" in shown.export_text(), "200 equal numbers fill a screen"
     data = load(recipe(root))
     assert isinstance(data.train, MemorySplit) and isinstance(data.test, MemorySplit)
     assert (data.train.pad, data.train.flip, data.test.pad) == (8, True, 0)

@@ -102,13 +102,22 @@ def show(result: dict[str, object]) -> RenderableType:
         if key == "tried" and not value:
             continue
         if isinstance(value, dict):
-            text = "\n".join(f"{name}: {inner}" for name, inner in value.items()) or "none"
+            text = "\n".join(f"{name}: {listed(inner)}" for name, inner in value.items()) or "none"
         elif isinstance(value, list):
-            text = ", ".join(str(item) for item in value[:12]) + (", ..." if len(value) > 12 else "")
+            text = listed(value)
         else:
             text = f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(f"[bold]{words.get(key, key).replace('_', ' ')}[/]", text)
     return Group(table)
+
+
+def listed(value: object) -> str:
+    """A list's first items; one that is the same throughout as that item, once."""
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) > 1 and len(set(map(str, value))) == 1:
+        return f"{value[0]} each"
+    return ", ".join(str(item) for item in value[:12]) + (", ..." if len(value) > 12 else "")
 
 
 @contextmanager
