@@ -83,10 +83,10 @@ class Anytime:
         """Seconds from a question about one image until each stage's answer was there: for measuring."""
         began = self.clock()
         self._check_open()
-        row = ImageWork(inf)
-        work = Work([row], self.intake.one(self._to_numpy(x)))
-        trail = row.trail = Trail(began, self.pace.slowdown, counts=False)
-        self._answer(row, work, began, inf, self._promise(LATE))
+        image = ImageWork(inf)
+        work = Work([image], self.intake.one(self._to_numpy(x)))
+        trail = image.trail = Trail(began, self.pace.slowdown, counts=False)
+        self._answer(image, work, began, inf, self._promise(LATE))
         return list(trail.done)
 
     def forecast(self, deadline: float) -> tuple[list[float], float | None]:
@@ -117,10 +117,10 @@ class Anytime:
         self._check_open()
         limit = seconds(deadline)
         self._warn_of_seconds(limit, 3)
-        row = ImageWork(inf, self._check_thresholds(confident))
-        work = Work([row], self.intake.one(self._to_numpy(x)), straight=not row.thresholds)
-        row.trail = Trail(began, self.pace.slowdown)
-        return self._answer(row, work, began, limit, self._promise(late))
+        image = ImageWork(inf, self._check_thresholds(confident))
+        work = Work([image], self.intake.one(self._to_numpy(x)), straight=not image.thresholds)
+        image.trail = Trail(began, self.pace.slowdown)
+        return self._answer(image, work, began, limit, self._promise(late))
 
     def answers(
         self, x: Any, *, deadline: float | None = None, confident: Sure = None
@@ -152,10 +152,10 @@ class Anytime:
         waiting = self._ask(*self.intake.batch(self._to_numpy(x)), deadline, confident, straight=True)
         if len(set(waiting.due)) > 1:
             found = dict(waiting.each())
-            return [found[index] for index in range(len(waiting.rows))]
+            return [found[index] for index in range(len(waiting.images))]
         waiting.all(waiting.due[0])
         began = self.clock()
-        answers = [self._form(row, waiting.began) for row in waiting.rows]
+        answers = [self._form(image, waiting.began) for image in waiting.images]
         waiting.learn()
         self._forming += FORMING_GAIN * ((self.clock() - began) / len(answers) - self._forming)
         return answers
@@ -182,18 +182,18 @@ class Anytime:
 
     # --- what the above share ------------------------------------------------------------------------------------
 
-    def _answer(self, row: ImageWork, work: Work | None, began: float, limit: float, promise: Promise) -> Answer:
-        """Run a row's next stages in this thread, or wait for those who do."""
+    def _answer(self, image: ImageWork, work: Work | None, began: float, limit: float, promise: Promise) -> Answer:
+        """Run an image's next stages in this thread, or wait for those who do."""
         end, due = began + limit, began + promise.timer.before(limit) if limit < inf else inf
         if work is not None:
-            row.deadline = end - min(HANDING, limit / 5) if limit < inf else inf
-            if self.worker.run_here(row, work, promise):
-                answer = self._form(row, began)
+            image.deadline = end - min(HANDING, limit / 5) if limit < inf else inf
+            if self.worker.run_here(image, work, promise):
+                answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end, row.guarded, row.first)
+                    promise.observe(self.clock() - end, image.guarded, image.first)
                 return answer
-            row.deadline = min(row.deadline, due)
-        waiting = Waiting(self.worker, self._form, [row], [due], began, promise)
+            image.deadline = min(image.deadline, due)
+        waiting = Waiting(self.worker, self._form, [image], [due], began, promise)
         answer = waiting.one()
         waiting.learn()
         return answer
@@ -216,15 +216,15 @@ class Anytime:
         thresholds, promise = self._check_thresholds(confident), self._promise(LATE)
         handing = count * self._forming if count > 1 else 0.0
         due = [began + max(0.0, promise.timer.before(limit) - handing) for limit in limits]
-        rows = [ImageWork(at, thresholds) for at in due]
-        waiting = Waiting(self.worker, self._form, rows, due, began, promise, every)
+        asked = [ImageWork(at, thresholds) for at in due]
+        waiting = Waiting(self.worker, self._form, asked, due, began, promise, every)
         if count == 1:
-            rows[0].trail = Trail(began, self.pace.slowdown)
+            asked[0].trail = Trail(began, self.pace.slowdown)
         size = self._together(min((limit for limit in limits if limit > 0), default=inf))
         for start in range(0, count, size):
             part = slice(start, start + size)
             first = None if normalised else start
-            self.worker.submit(Work(rows[part], images[part], first=first, straight=straight and not thresholds))
+            self.worker.submit(Work(asked[part], images[part], first=first, straight=straight and not thresholds))
         if self.worker.closing:  # closed meanwhile by another thread: nobody would wake us
             waiting.signal.put(None)
         return waiting
@@ -237,12 +237,12 @@ class Anytime:
             return self.together
         return max(1, min(self.together, 1 + int((limit / PARTS - one) / more)))
 
-    def _refine(self, row: ImageWork, deadline: float | None) -> Answer:
+    def _refine(self, image: ImageWork, deadline: float | None) -> Answer:
         began = self.clock()
         limit = seconds(deadline)
         self._check_open()
-        work = self.worker.resume(row, began + limit)
-        return self._answer(row, work, began, limit, self._promise(LATE))
+        work = self.worker.resume(image, began + limit)
+        return self._answer(image, work, began, limit, self._promise(LATE))
 
     def _warm(self) -> None:
         """Answer black images, so that the first real question does not pay for what is set up on first use, and a batch's
@@ -302,18 +302,18 @@ class Anytime:
             )
         return found
 
-    def _form(self, row: ImageWork, began: float, news: News | None = None) -> Answer:
-        """What is known of a row now (or was, when the news came), as an Answer."""
-        if isinstance(row.error, NestlingError):
-            raise row.error
-        if row.error is not None:
-            raise NestlingError(f"stage {row.best[0] + 1} of {self.spec.name} failed: {row.error}") from row.error
-        final = row.final if news is None else news.final  # read before the logits: they may only be newer
-        stage, logits = row.best if news is None else (news.stage, news.logits)
+    def _form(self, image: ImageWork, began: float, news: News | None = None) -> Answer:
+        """What is known of an image now (or was, when the news came), as an Answer."""
+        if isinstance(image.error, NestlingError):
+            raise image.error
+        if image.error is not None:
+            raise NestlingError(f"stage {image.best[0] + 1} of {self.spec.name} failed: {image.error}") from image.error
+        final = image.final if news is None else news.final  # read before the logits: they may only be newer
+        stage, logits = image.best if news is None else (news.stage, news.logits)
         label = int((self.prior if logits is None else logits).argmax())
         probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
         name, size = (self.spec.classes[label], self.spec.sizes[stage - 1]) if stage else ("", "")
-        refine = partial(self._refine, row)
+        refine = partial(self._refine, image)
         return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine)
 
     def __enter__(self) -> Self:

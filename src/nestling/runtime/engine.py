@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Run one stage on the state that the stage before left, or D_stage at once where the engine jumps and nothing was run
         yet: logits (n,classes) and the state after it."""
 
-    def take(self, state: EngineState, rows: Sequence[int]) -> EngineState:
+    def take(self, state: EngineState, places: Sequence[int]) -> EngineState:
         """State of some of the images; the given state stays as it is."""
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
 """Questions that somebody else works on: waiting for their answers, looking at the best so far, calling them off.
 
-In: rows that were given to the worker, and when to look at each. Out: Answers, by then. The waiting thread sleeps on a timer of
+In: images that were given to the worker, and when to look at each. Out: Answers, by then. The waiting thread sleeps on a timer of
 its own, less the margin by which this machine wakes threads late, and never waits for a stage. Runs nothing itself.
 """
 
@@ -19,9 +19,9 @@ LONGEST_SLEEP = 3600.0  # seconds; a timer cannot hold every number
 
 
 class Former(Protocol):
-    """What is known of a row now (or was, when the news came), as an Answer; `began` is when it was asked for."""
+    """What is known of an image now (or was, when the news came), as an Answer; `began` is when it was asked for."""
 
-    def __call__(self, row: ImageWork, began: float, news: News | None = None) -> Answer: ...
+    def __call__(self, image: ImageWork, began: float, news: News | None = None) -> Answer: ...
 
 
 class Waiting:
@@ -31,37 +31,37 @@ class Waiting:
         self,
         worker: Worker,
         form: Former,
-        rows: list[ImageWork],
+        images: list[ImageWork],
         due: list[float],
         began: float,
         promise: Promise,
         every: bool = False,
     ) -> None:
-        """`due`: when to look at each row, on the clock. `every`: be woken up by every stage, not only by a last one."""
-        self.worker, self.form, self.rows, self.due, self.began = worker, form, rows, due, began
+        """`due`: when to look at each image, on the clock. `every`: be woken up by every stage, not only by a last one."""
+        self.worker, self.form, self.images, self.due, self.began = worker, form, images, due, began
         self.promise, self.clock = promise, worker.clock
         self.rang: float | None = None  # when the timer that woke us last was due
         self.signal: Mailbox[News | None] = Mailbox()  # None = do not wait any longer
-        for row in rows:
-            row.listeners = (*row.listeners, (self.signal, every))
-        if worker.closing or any(row.final for row in rows):  # it happened before we listened
+        for image in images:
+            image.listeners = (*image.listeners, (self.signal, every))
+        if worker.closing or any(image.final for image in images):  # it happened before we listened
             self.signal.put(None)
 
     def cancel(self) -> None:
         """Stop working on this. Whoever waits gets the best so far, at once."""
-        self.worker.cancel([row for row in self.rows if not row.final])
+        self.worker.cancel([image for image in self.images if not image.final])
         self.signal.put(None)
 
     def one(self) -> Answer:
         """The answer to a question about one image, by its time."""
         try:
-            self.wait(self.rows, self.due[0])
+            self.wait(self.images, self.due[0])
         finally:
             self.leave()
-        return self.form(self.rows[0], self.began)
+        return self.form(self.images[0], self.began)
 
     def all(self, until: float) -> None:
-        """Sleep until a time, or until nothing better can come for any row, or waiting was called off."""
+        """Sleep until a time, or until nothing better can come for any image, or waiting was called off."""
         left = self.unfinished()
         try:
             while left and self.clock() < until:
@@ -70,7 +70,7 @@ class Waiting:
                 except TimeoutError:
                     self.rang = until
                     break
-                if news is None and (self.worker.closing or any(row.error for row in self.rows)):
+                if news is None and (self.worker.closing or any(image.error for image in self.images)):
                     break
                 left -= news is not None and news.final
                 if left <= 0 or news is None:  # some were counted twice: those that were done before we looked
@@ -80,33 +80,33 @@ class Waiting:
             self.leave()
 
     def unfinished(self) -> int:
-        return sum(not row.final for row in self.rows)
+        return sum(not image.final for image in self.images)
 
     def each(self) -> Iterator[tuple[int, Answer]]:
         """(position, Answer) by each one's own deadline, or sooner where nothing better can come."""
-        due = {id(row): at for row, at in zip(self.rows, self.due, strict=True)}
-        places = {id(row): index for index, row in enumerate(self.rows)}
-        waiting = sorted(self.rows, key=lambda row: due[id(row)])
+        due = {id(image): at for image, at in zip(self.images, self.due, strict=True)}
+        places = {id(image): index for index, image in enumerate(self.images)}
+        waiting = sorted(self.images, key=lambda image: due[id(image)])
         try:
             while waiting:
                 ready = self.wait(waiting, due[id(waiting[0])])
-                for row in ready:
-                    waiting.remove(row)
-                    answer = self.form(row, self.began)
+                for image in ready:
+                    waiting.remove(image)
+                    answer = self.form(image, self.began)
                     self.learn()
-                    yield places[id(row)], answer
+                    yield places[id(image)], answer
         finally:
             self.leave()
 
     def stages(self) -> Iterator[list[Answer]]:
         """The answers of each stage as it finishes, all images together, until the deadline."""
-        latest: dict[int, News] = {}  # by row
+        latest: dict[int, News] = {}  # by image
         ahead: list[News] = []  # of stages not yet shown
         until, stage = max(self.due), 0
         try:
             while True:
                 stage += 1
-                waiting = {id(row) for row in self.rows if not (id(row) in latest and latest[id(row)].final)}
+                waiting = {id(image) for image in self.images if not (id(image) in latest and latest[id(image)].final)}
                 while waiting:
                     ready = next((news for news in ahead if news.stage == stage), None)
                     if ready is not None:
@@ -117,9 +117,9 @@ class Waiting:
                     if news.stage > stage:
                         ahead.append(news)
                         continue
-                    latest[id(news.row)] = news
-                    waiting.discard(id(news.row))
-                answers = [self.form(row, self.began, latest[id(row)]) for row in self.rows]
+                    latest[id(news.image)] = news
+                    waiting.discard(id(news.image))
+                answers = [self.form(image, self.began, latest[id(image)]) for image in self.images]
                 yield answers
                 if all(answer.final for answer in answers):
                     return
@@ -127,8 +127,8 @@ class Waiting:
             self.leave()
 
     def wait(self, waiting: list[ImageWork], until: float) -> list[ImageWork]:
-        """Sleep until some row needs no more waiting: it is final, its time is up, or waiting was called off."""
-        while not (ready := [row for row in waiting if row.final]):
+        """Sleep until some image needs no more waiting: it is final, its time is up, or waiting was called off."""
+        while not (ready := [image for image in waiting if image.final]):
             if self.clock() >= until:
                 self.worker.expire()
                 return [waiting[0]]
@@ -138,20 +138,20 @@ class Waiting:
                 self.rang = until
                 self.promise.timer.looked(self.clock() - until)
                 continue
-            if news is None and not any(row.error for row in waiting):
+            if news is None and not any(image.error for image in waiting):
                 return list(waiting)
         return ready
 
     def next_news(self, until: float) -> News | None:
-        """The next stage that some row finishes; None at the deadline, or when waiting was called off."""
+        """The next stage that some image finishes; None at the deadline, or when waiting was called off."""
         while self.clock() < until:
             try:
                 news = self.sleep(until)
             except TimeoutError:
                 continue
             if news is None:
-                for row in self.rows:
-                    self.form(row, self.began)  # raises if it failed
+                for image in self.images:
+                    self.form(image, self.began)  # raises if it failed
             return news
         self.worker.expire()
         return None
@@ -172,8 +172,8 @@ class Waiting:
         self.rang = None
 
     def leave(self) -> None:
-        for row in self.rows:
-            row.listeners = tuple(each for each in row.listeners if each[0] is not self.signal)
+        for image in self.images:
+            image.listeners = tuple(each for each in image.listeners if each[0] is not self.signal)
 
 
 class Question:
@@ -184,7 +184,7 @@ class Question:
 
     def best(self) -> Answer:
         """The best answer so far, at once; false if no stage is done yet."""
-        return self._waiting.form(self._waiting.rows[0], self._waiting.began)
+        return self._waiting.form(self._waiting.images[0], self._waiting.began)
 
     def stop(self) -> None:
         """Stop working on it. Whoever waits for the result gets the best so far, at once."""
@@ -200,18 +200,18 @@ class Question:
         """The same for a coroutine: no thread waits."""
         loop, waiting = asyncio.get_running_loop(), self._waiting
         done = asyncio.Event()
-        row, bell = waiting.rows[0], Ring(lambda: loop.call_soon_threadsafe(done.set))
-        row.listeners = (*row.listeners, (bell, False))
+        image, bell = waiting.images[0], Ring(lambda: loop.call_soon_threadsafe(done.set))
+        image.listeners = (*image.listeners, (bell, False))
         left = waiting.due[0] - waiting.clock()
         timer = loop.call_later(max(0.0, left), done.set) if left < LONGEST_SLEEP else None
         try:
-            if not row.final and not waiting.signal.post and not waiting.worker.closing:
+            if not image.final and not waiting.signal.post and not waiting.worker.closing:
                 await done.wait()
         except asyncio.CancelledError:
             self.stop()
             raise
         finally:
-            row.listeners = tuple(each for each in row.listeners if each[0] is not bell)
+            image.listeners = tuple(each for each in image.listeners if each[0] is not bell)
             waiting.leave()
             if timer is not None:
                 timer.cancel()

@@ -1,7 +1,7 @@
-"""Images on their way through the stages: a ImageWork is one image, a Work those that go on together.
+"""Images on their way through the stages: an ImageWork is one image, a Work those that go on together.
 
-A row knows its best logits so far and where its work stands; a work holds the images, the engine's state and how many
-stages are behind them. A work that is queued or running knows its rows; a resting one does not, so that it and its state
+An image knows its best logits so far and where its work stands; a work holds the images, the engine's state and how many
+stages are behind them. A work that is queued or running knows its images; a resting one does not, so that it and its state
 are freed with the last answer that could be refined. Who runs them, and when, is worker.py's business.
 """
 
@@ -76,9 +76,9 @@ class ImageWork:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class News:
-    """A row finished a stage."""
+    """An image finished a stage."""
 
-    row: ImageWork
+    image: ImageWork
     stage: int
     logits: Floats
     final: bool
@@ -88,18 +88,30 @@ class News:
 class Work:
     """Images that go through the next stage together: they have the same stages behind them."""
 
-    __slots__ = ("__weakref__", "done", "first", "pick", "queued", "rows", "running", "state", "stop", "straight", "x")
+    __slots__ = (
+        "__weakref__",
+        "done",
+        "first",
+        "images",
+        "pick",
+        "queued",
+        "running",
+        "state",
+        "stop",
+        "straight",
+        "x",
+    )
 
     def __init__(
         self,
-        rows: list[ImageWork],
+        images: list[ImageWork],
         x: ImageArray,
         state: EngineState = None,
         done: int = 0,
         first: int | None = None,
         straight: bool = False,
     ) -> None:
-        self.rows = rows
+        self.images = images
         self.x = x  # (n,C,H,W); kept until the last stage, in case the state has to go
         self.first = first  # the number of the first in its batch, while they are as they were given; None: normalised
         self.state = state  # None before stage 1, or when it had to go
@@ -108,35 +120,35 @@ class Work:
         self.straight = straight  # nobody looks before the best there will be: stages may be skipped
         self.queued = self.running = False
         self.stop = Stop()
-        for place, row in enumerate(rows):
-            row.work, row.place = self, place
+        for place, image in enumerate(images):
+            image.work, image.place = self, place
 
     def deadline(self) -> float:
-        return max((row.deadline for row in self.rows if not row.final), default=-inf)
+        return max((image.deadline for image in self.images if not image.final), default=-inf)
 
     def part(self, places: list[int]) -> "Work":
-        """Some of the rows as a work of their own, which shares this one's state; the others stay here."""
+        """Some of the images as a work of their own, which shares this one's state; the others stay here."""
         other = Work(
-            [self.rows[place] for place in places], self.x[places], self.state, self.done, self.first, self.straight
+            [self.images[place] for place in places], self.x[places], self.state, self.done, self.first, self.straight
         )
         if self.state is not None:
             other.pick = [self.pick[place] for place in places] if self.pick is not None else list(places)
         return other
 
     def rest(self) -> bool:
-        """Forget the rows (they know this work) and say whether any of them may come back."""
-        unfinished = any(row.work is self for row in self.rows)
-        self.rows = []
+        """Forget the images (they know this work) and say whether any of them may come back."""
+        unfinished = any(image.work is self for image in self.images)
+        self.images = []
         return unfinished
 
-    def resume(self, row: ImageWork) -> "Work":
-        """A resting work for one of its rows: itself if that is all it holds, else a work of its own."""
+    def resume(self, image: ImageWork) -> "Work":
+        """A resting work for one of its images: itself if that is all it holds, else a work of its own."""
         if len(self.x) == 1:
-            self.rows = [row]
+            self.images = [image]
             return self
-        place = row.place  # valid for ever: nothing is taken out of x or the state, only copied
+        place = image.place  # valid for ever: nothing is taken out of x or the state, only copied
         first = None if self.first is None else self.first + place
-        other = Work([row], self.x[place : place + 1], self.state, self.done, first, self.straight)
+        other = Work([image], self.x[place : place + 1], self.state, self.done, first, self.straight)
         if self.state is not None:
             other.pick = [place if self.pick is None else self.pick[place]]
         return other

@@ -4,7 +4,7 @@ In: works, groups of images that have the same stages behind them. A caller who 
 itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has least goes first, everybody gets stage
 1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
 wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept for
-later, the newest `keep` of them. Callers of the thread never wait for a stage: they look at `row.best` when their time is up.
+later, the newest `keep` of them. Callers of the thread never wait for a stage: they look at `image.best` when their time is up.
 """
 
 import heapq
@@ -84,8 +84,8 @@ class Worker:
         """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
         with self.lock:
             if work.deadline() <= (now := self.clock()):
-                for row in work.rows:
-                    self.remember(row, now)
+                for image in work.images:
+                    self.remember(image, now)
                 work.rest()
                 return
             self.push(work)
@@ -94,14 +94,14 @@ class Worker:
                 running.stop.set()
         self.bell.ring()
 
-    def resume(self, row: ImageWork, deadline: float) -> Work | None:
-        """Somebody wants more of this row: the work to go on with, or None if it is on its way already, or done."""
+    def resume(self, image: ImageWork, deadline: float) -> Work | None:
+        """Somebody wants more of this image: the work to go on with, or None if it is on its way already, or done."""
         with self.lock:
-            row.deadline = max(row.deadline, deadline)
-            work = row.work
-            if row.final or work is None or work.running or work.queued:
+            image.deadline = max(image.deadline, deadline)
+            work = image.work
+            if image.final or work is None or work.running or work.queued:
                 return None
-            resumed = work.resume(row)
+            resumed = work.resume(image)
             resumed.running = True  # until it is run: nobody may take its state
             return resumed
 
@@ -114,11 +114,11 @@ class Worker:
         if running is not None and costs and running.deadline() <= self.clock():
             running.stop.set()
 
-    def cancel(self, rows: Sequence[ImageWork]) -> None:
-        """Nobody wants more of these rows."""
+    def cancel(self, images: Sequence[ImageWork]) -> None:
+        """Nobody wants more of these images."""
         now = self.clock()
-        for row in rows:
-            row.deadline = min(row.deadline, now)
+        for image in images:
+            image.deadline = min(image.deadline, now)
         running = self.running
         if running is not None and running.deadline() <= now:
             running.stop.set()
@@ -143,7 +143,7 @@ class Worker:
 
     # --- in the caller's thread ----------------------------------------------------------------------------------
 
-    def run_here(self, row: ImageWork, work: Work, promise: Promise) -> bool:
+    def run_here(self, image: ImageWork, work: Work, promise: Promise) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
         overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait."""
         if not self.engine_lock.acquire(blocking=False):
@@ -154,7 +154,7 @@ class Worker:
         try:
             if not (self.fresh or self.begun or self.late or self.closing):
                 self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
-                turn = self.stages_here(row, work, promise)
+                turn = self.stages_here(image, work, promise)
             else:
                 turn = self.closing
         finally:
@@ -164,7 +164,7 @@ class Worker:
             self.engine_lock.release()
             if turn:
                 with self.lock:
-                    if row.final:
+                    if image.final:
                         work.forget()
                     else:
                         self.park(work)
@@ -172,18 +172,18 @@ class Worker:
             self.submit(work)
         return turn
 
-    def stages_here(self, row: ImageWork, work: Work, promise: Promise) -> bool:
+    def stages_here(self, image: ImageWork, work: Work, promise: Promise) -> bool:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
         guarded = first = False
-        while not row.final and not work.stop.asked and (left := row.deadline - self.clock()) > 0:
+        while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
-            stage, first = self.next_stage(work, left), not row.best[0]
+            stage, first = self.next_stage(work, left), not image.best[0]
             straight = stage > work.done + 1
-            if row.trail is not None and not work.done:
-                row.trail.first = stage
+            if image.trail is not None and not work.done:
+                image.trail.first = stage
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
             if not sure and not first and (soon or pace.quantile(stage, HOPE) > left - promise.guard.value):
                 pace.skip(stage)
@@ -195,14 +195,14 @@ class Worker:
                 margin = min(promise.guard.value, MOST_EARLY) if guarded else 0.0
                 if first:
                     margin = min(-promise.grace.value, left / 10)
-                self.guard.until(row.deadline - margin, work.stop)
+                self.guard.until(image.deadline - margin, work.stop)
             began = self.clock()
             done = self.advance(work, stage)
             self.guard.off()
             if not done:
                 pace.gave_up(stage, self.clock() - began, straight)
                 break
-        row.guarded, row.first = guarded, first
+        image.guarded, image.first = guarded, first
         return True
 
     def next_stage(self, work: Work, left: float) -> int:
@@ -217,20 +217,20 @@ class Worker:
         work.queued = True
         if work.done:
             heapq.heappush(self.begun, (work.done, work.deadline(), next(self.order), work))
-            self.begun_images += len(work.rows)
+            self.begun_images += len(work.images)
         else:
             heapq.heappush(self.fresh, (work.deadline(), next(self.order), work))
 
     def pop(self) -> Work | None:
         """The next work in turn, whether or not it still has time."""
         # New images wait when the states of begun ones already fill the memory.
-        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].rows) > self.keep
+        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].images) > self.keep
         work: Work | None = None
         if self.fresh and not full:
             work = heapq.heappop(self.fresh)[-1]
         elif self.begun:
             work = heapq.heappop(self.begun)[-1]
-            self.begun_images -= len(work.rows)
+            self.begun_images -= len(work.images)
         elif self.late:
             work = heapq.heappop(self.late)[-1]
         if work is not None:
@@ -248,13 +248,13 @@ class Worker:
                 self.park(expired)
         while (work := self.pop()) is not None:
             now, others = self.clock(), bool(self.fresh or self.begun)
-            alive = [place for place, row in enumerate(work.rows) if row.deadline > now and not row.final]
+            alive = [place for place, image in enumerate(work.images) if image.deadline > now and not image.final]
             if not alive:
                 self.park(work)
             elif others and now + self.pace.predict(work.done + 1, len(alive)) > work.deadline():
                 work.queued = True
                 heapq.heappush(self.late, (work.deadline(), next(self.order), work))
-            elif len(alive) <= COMPACT * len(work.rows):
+            elif len(alive) <= COMPACT * len(work.images):
                 idle, work = work, work.part(alive)
                 self.park(idle)
                 return work
@@ -264,8 +264,8 @@ class Worker:
 
     def park(self, work: Work) -> None:
         """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
-        for row in work.rows:
-            self.remember(row, self.clock())
+        for image in work.images:
+            self.remember(image, self.clock())
         if work.rest() and work.state is not None:
             self.parked.append((weakref.ref(work), len(work.x)))
             self.parked_images += len(work.x)
@@ -291,8 +291,8 @@ class Worker:
                 for heap in (self.fresh, self.begun, self.late, self.parked):
                     heap.clear()
             for work in left:
-                for row in work.rows:
-                    row.tell(None)
+                for image in work.images:
+                    image.tell(None)
                 work.rest()
 
     def turn(self) -> bool:
@@ -315,7 +315,7 @@ class Worker:
                 if self.closing:
                     return False
                 self.running = None
-                if all(row.final for row in work.rows):
+                if all(image.final for image in work.images):
                     work.forget()
                 else:
                     self.push(work)
@@ -325,14 +325,14 @@ class Worker:
         """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
         without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
         short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
-        if len(work.rows) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
+        if len(work.images) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
             return False
-        row = work.rows[0]
-        return not row.final and row.deadline > self.clock()
+        image = work.images[0]
+        return not image.final and image.deadline > self.clock()
 
     def stage_in_turn(self, work: Work) -> int:
         """Stage by stage, so that everybody gets something soon, unless nobody here has a deadline."""
-        endless = all(row.deadline == inf for row in work.rows) and not (self.fresh or self.begun)
+        endless = all(image.deadline == inf for image in work.images) and not (self.fresh or self.begun)
         return self.next_stage(work, inf) if endless else work.done + 1
 
     def advance(self, work: Work, stage: int) -> bool:
@@ -350,48 +350,48 @@ class Worker:
         except Abandoned:
             return False
         except Exception as error:
-            for row in work.rows:
-                row.fail(error)
+            for image in work.images:
+                image.fail(error)
             return False
         now = self.clock()
-        self.pace.observe(stage, now - began, len(work.rows), straight)
+        self.pace.observe(stage, now - began, len(work.images), straight)
         work.done = stage
-        self.publish(work.rows, stage, logits, now)
+        self.publish(work.images, stage, logits, now)
         return True
 
-    def publish(self, rows: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
+    def publish(self, images: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
         numbers = np.isfinite(logits.max(axis=1))
         sure = None
-        if not last and any(row.thresholds for row in rows):
+        if not last and any(image.thresholds for image in images):
             sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)
-        for index, row in enumerate(rows):
-            if row.final or stage <= row.best[0]:
+        for index, image in enumerate(images):
+            if image.final or stage <= image.best[0]:
                 continue  # an earlier stage again, after its state had to go
             if not numbers[index]:
-                row.fail(
+                image.fail(
                     ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image")
                 )
                 continue
-            row.best = (stage, logits[index])
-            if last or (sure is not None and row.thresholds and sure[index] >= row.thresholds[stage - 1]):
-                row.final, row.work = True, None
-            if row.trail is not None:
-                done = row.trail.done
+            image.best = (stage, logits[index])
+            if last or (sure is not None and image.thresholds and sure[index] >= image.thresholds[stage - 1]):
+                image.final, image.work = True, None
+            if image.trail is not None:
+                done = image.trail.done
                 done.extend(
-                    [now - row.trail.began] * (stage - len(done))
+                    [now - image.trail.began] * (stage - len(done))
                 )  # who has stage s does not wait for those before
-                if row.final:
-                    self.remember(row, now)
-            if row.listeners:  # last: who is told finds everything written down
-                row.tell(News(row, stage, logits[index], row.final, now))
+                if image.final:
+                    self.remember(image, now)
+            if image.listeners:  # last: who is told finds everything written down
+                image.tell(News(image, stage, logits[index], image.final, now))
 
-    def remember(self, row: ImageWork, now: float) -> None:
+    def remember(self, image: ImageWork, now: float) -> None:
         """A question's first time is over: how it went until somebody looked is for forecasts. Later stages do not count, not
         even when they were done: of those only the fast ones are, the others are called off, and so they would all look
         faster than they are."""
-        trail, row.trail = row.trail, None
+        trail, image.trail = image.trail, None
         if trail is not None and trail.counts:
-            ended = min(now, row.deadline) - trail.began
+            ended = min(now, image.deadline) - trail.began
             if ended > 0:  # who has no time at all tells nothing of it
                 self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown, trail.first)

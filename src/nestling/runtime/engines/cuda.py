@@ -70,9 +70,9 @@ class GraphEngine:
             stop.check()
             return state.slot.run(stage, self.side_by_side), state
 
-    def take(self, state: "HeldSlot | NamedTensors", rows: Sequence[int]) -> "HeldSlot | NamedTensors":
+    def take(self, state: "HeldSlot | NamedTensors", places: Sequence[int]) -> "HeldSlot | NamedTensors":
         assert not isinstance(state, HeldSlot), "a slot holds one image: there is nothing to choose from"
-        return self.eager.take(state, rows)
+        return self.eager.take(state, places)
 
     def close(self) -> None:
         self.free.clear()

@@ -83,13 +83,13 @@ class EagerEngine:
         values = {**state, **dict(zip(module.frozen.gives, given, strict=True))}
         return found, {name: value for name, value in values.items() if name in self.later[stage]}
 
-    def take(self, state: NamedTensors, rows: Sequence[int]) -> NamedTensors:
-        index = torch.tensor(rows, device=self.device)
+    def take(self, state: NamedTensors, places: Sequence[int]) -> NamedTensors:
+        index = torch.tensor(places, device=self.device)
         return {name: value.index_select(0, index) for name, value in state.items()}
 
     def join(self, parts: Sequence[tuple[NamedTensors, int]]) -> NamedTensors:
         first = parts[0][0]
-        return {name: torch.cat([state[name][row : row + 1] for state, row in parts]) for name in first}
+        return {name: torch.cat([state[name][place : place + 1] for state, place in parts]) for name in first}
 
     def close(self) -> None:
         self.modules.clear()

@@ -49,17 +49,17 @@ class JumpEngine:
         logits, inner = engine.step(stage - first + 1, inner, stop)
         return logits, Begun(None, first, inner)
 
-    def take(self, state: Begun, rows: Sequence[int]) -> Begun:
+    def take(self, state: Begun, places: Sequence[int]) -> Begun:
         if state.x is not None:
-            return Begun(state.x[list(rows)])
-        return Begun(None, state.first, self.beginnings[state.first - 1].take(state.state, rows))
+            return Begun(state.x[list(places)])
+        return Begun(None, state.first, self.beginnings[state.first - 1].take(state.state, places))
 
     def join(self, parts: Sequence[tuple[Begun, int]]) -> Begun:
         """Of images that began with the same stage: others are laid out differently."""
         [first] = {state.first for state, _ in parts}
         if not first:
-            return Begun(np.stack([state.x[row] for state, row in parts if state.x is not None]))
-        return Begun(None, first, self.beginnings[first - 1].join([(state.state, row) for state, row in parts]))
+            return Begun(np.stack([state.x[place] for state, place in parts if state.x is not None]))
+        return Begun(None, first, self.beginnings[first - 1].join([(state.state, place) for state, place in parts]))
 
     def close(self) -> None:
         for engine in self.beginnings:

@@ -107,17 +107,17 @@ class OnnxEngine:
         state.done = stage
         return slot.logits.copy(), state
 
-    def take(self, state: "SlotInUse", rows: Sequence[int]) -> "SlotInUse":
-        held = self.hold(len(rows), state.done)
+    def take(self, state: "SlotInUse", places: Sequence[int]) -> "SlotInUse":
+        held = self.hold(len(places), state.done)
         for name in self.needed(state.done):
-            np.take(state.slot.values[name], rows, axis=0, out=held.slot.values[name], mode="clip")
+            np.take(state.slot.values[name], places, axis=0, out=held.slot.values[name], mode="clip")
         return held
 
     def join(self, parts: Sequence[tuple["SlotInUse", int]]) -> "SlotInUse":
         held = self.hold(len(parts), parts[0][0].done)
         for name in self.needed(held.done):
-            for place, (state, row) in enumerate(parts):
-                held.slot.values[name][place] = state.slot.values[name][row]
+            for at, (state, place) in enumerate(parts):
+                held.slot.values[name][at] = state.slot.values[name][place]
         return held
 
     def needed(self, done: int) -> set[str]:

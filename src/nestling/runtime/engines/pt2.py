@@ -40,8 +40,8 @@ class Pt2Engine:
             logits, *given = self.programs[stage - 1](*(state[name] for name in file.takes))
         return logits.numpy(), {**state, **dict(zip(file.gives, given, strict=True))}
 
-    def take(self, state: dict[str, Tensor], rows: Sequence[int]) -> dict[str, Tensor]:
-        return {name: value[list(rows)] for name, value in state.items()}
+    def take(self, state: dict[str, Tensor], places: Sequence[int]) -> dict[str, Tensor]:
+        return {name: value[list(places)] for name, value in state.items()}
 
     def close(self) -> None:
         self.programs.clear()
