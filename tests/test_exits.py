@@ -171,6 +171,37 @@ def test_only_heads_train_and_the_backbone_stays() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_all_losses_may_be_given_and_the_last_has_nothing_to_train() -> None:
+    torch.manual_seed(0)
+    module = Small().eval()
+    net = exits(module, (0.3, 0.7), IMAGE).train()
+    assert {id(p) for p in net.new_parameters()} == {id(p) for p in net.parameters() if p.requires_grad}
+    assert 0 < net.overhead < 0.02, "two linear layers"
+    x, y = torch.randn(32, *IMAGE), torch.arange(32) % 10
+    before, steps = module(x), torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.1)
+    first = [float(F.cross_entropy(answer, y).detach()) for answer in net(x)]
+    for _ in range(20):
+        steps.zero_grad()
+        nestling.backward([F.cross_entropy(answer, y) for answer in net(x)], net, nestling.OSGD())
+        steps.step()
+    last = [float(F.cross_entropy(answer, y).detach()) for answer in net(x)]
+    assert last[0] < first[0] and last[1] < first[1] and torch.equal(net(x)[-1], before)
+
+
+def test_a_module_may_be_called_as_what_is_added() -> None:
+    class Named(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.hold, self.exit1 = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.exit1(self.hold(self.backbone(x))))
+
+    module = Named().eval()
+    x = torch.randn(2, *IMAGE)
+    assert torch.equal(exits(module, ("layer1",), IMAGE).eval()(x)[-1], module(x))
+
+
 def test_a_transformer_with_exits_answers_by_deadline(tmp_path: Any) -> None:
     net = exits(Transformer().eval(), (0.4,), IMAGE).eval()
     spec = nestling.Spec("mine", IMAGE, tuple("abcdefg"), net.sizes, mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -1,0 +1,308 @@
+"""Other people's networks made anytime: the smallest model of every family of timm, torchvision and pytorchcv, in three ways.
+
+    python benchmarks/sweep.py                            a table, and results/sweep.csv; rows that are there are kept
+    python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
+    python benchmarks/sweep.py --minutes 30               stop after so long; call it again to go on
+
+Random weights, batch 2, float32, small images where the model takes them. Each way that nests a model is then held to everything:
+last answer against the module (keep, exits), stages against the whole, NaN in all that is born later, multiply-accumulates as
+torch counts them, one step of OSGD, export and Runtime. Whatever libraries are installed are swept; no weights are fetched.
+"""
+
+import argparse
+import csv
+import importlib.util
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import nestling
+from nestling.errors import NestlingError
+from nestling.nets.net import NestedNet
+
+WAYS: dict[str, Callable[..., NestedNet]] = {
+    "exits": lambda module, shape: nestling.exits(module, (0.3, 0.6), shape),
+    "stripes": lambda module, shape: nestling.nest(module, "w,w", shape, uneven=True),
+    "keep": lambda module, shape: nestling.keep(module, (1 / 4, 1 / 4), shape, proof=False),  # stripes has proved it
+}
+SECONDS = 240  # for one model in all three ways
+LARGEST = 60_000_000  # parameters
+FILE = Path(__file__).parent.parent / "results" / "sweep.csv"
+COLUMNS = ["library", "family", "model", "kind", "image", "params", *WAYS, *(f"why_{way}" for way in WAYS), "seconds"]
+
+
+# --- which models -----------------------------------------------------------------------------------------------------
+
+
+def libraries() -> Iterator[tuple[str, dict[str, Callable[[], nn.Module]], Callable[[str], str]]]:
+    """Every installed library: its name, its models, and the family of each."""
+    if importlib.util.find_spec("torchvision"):
+        without_operators()
+        import torchvision
+
+        names = torchvision.models.list_models(module=torchvision.models)
+        build = torchvision.models.get_model_builder
+        made = {n: lambda n=n: torchvision.models.get_model(n, weights=None) for n in names}  # type: ignore[misc]
+        yield "torchvision", made, lambda name: build(name).__module__.rpartition(".")[2]
+    if importlib.util.find_spec("timm"):
+        import timm
+
+        family = {n: m for m in timm.list_modules() for n in timm.list_models(module=m)}
+        yield "timm", {n: lambda n=n: timm.create_model(n, pretrained=False) for n in family}, family.__getitem__  # type: ignore[misc]
+    if importlib.util.find_spec("pytorchcv"):
+        from pytorchcv import model_provider
+
+        found = {
+            n: m for n, m in model_provider._models.items() if not n.endswith(("_cifar100", "_svhn", "_coco", "_voc"))
+        }
+        made = {n: lambda m=m: m(pretrained=False) for n, m in found.items()}  # type: ignore[misc]
+        yield "pytorchcv", made, lambda name: found[name].__module__.rpartition(".")[2]
+
+
+def without_operators() -> None:
+    """torchvision built for another torch has no operators of its own, which classification does not use."""
+    try:
+        import torchvision  # noqa: F401
+    except (RuntimeError, ImportError):
+        for name in [name for name in sys.modules if name.startswith("torchvision")]:
+            del sys.modules[name]
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+
+
+def smallest(made: dict[str, Callable[[], nn.Module]], family: Callable[[str], str]) -> Iterator[tuple[str, str, int]]:
+    """Of every family the model with the fewest parameters that a classifier of one image can be: family, model, parameters."""
+    found: dict[str, tuple[int, str]] = {}
+    for name, make in made.items():
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in make().parameters())
+        except Exception:  # some models do not build without data; another of the family may
+            continue
+        found[family(name)] = min(found.get(family(name), (size, name)), (size, name))
+    for kind, (size, name) in sorted(found.items()):
+        if size <= LARGEST:
+            yield kind, name, size
+
+
+# --- one model --------------------------------------------------------------------------------------------------------
+
+
+def examine(make: Callable[[], nn.Module], send: Any) -> None:
+    """Send facts about one model as they are found: the row so far, however it ends."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = make()
+    row: dict[str, Any] = {"kind": kind_of(module)}
+    try:
+        x = images(module)
+    except Exception as error:
+        send({"kind": row["kind"], **{f"why_{way}": f"takes no images: {first_line(error)}" for way in WAYS}})
+        return
+    row["image"] = "x".join(map(str, x.shape[1:]))
+    with torch.no_grad():
+        for _ in range(3):  # norms that have seen something
+            module.train()(torch.randn(4, *x.shape[1:]))
+    module.eval()
+    send(row)
+    for way, nested in WAYS.items():
+        if way == "keep" and row.get("stripes") == "refused":
+            row |= {"keep": "refused", "why_keep": row["why_stripes"]}
+        else:
+            row |= outcome(way, lambda nested=nested: nested(module, tuple(x.shape[1:])), module, x)  # type: ignore[misc]
+        send(row)
+
+
+def outcome(way: str, nested: Callable[[], NestedNet], module: nn.Module, x: Tensor) -> dict[str, str]:
+    try:
+        net = nested()
+    except NestlingError as refusal:
+        return {way: "refused", f"why_{way}": first_line(refusal)}
+    except Exception as error:
+        return {way: "broken", f"why_{way}": f"nesting it: {type(error).__name__}: {first_line(error)}"}
+    try:
+        check(net, module, x, own_answer=way != "stripes")
+    except Exception as error:
+        return {way: "broken", f"why_{way}": f"{type(error).__name__}: {first_line(error)}"}
+    return {way: "ok"}
+
+
+def kind_of(module: nn.Module) -> str:
+    """A transformer has attention over tokens or norms over channels."""
+    names = {type(layer).__name__ for layer in module.modules()}
+    return (
+        "transformer"
+        if any("LayerNorm" in name or name in ("Attention", "MultiheadAttention") for name in names)
+        else "conv"
+    )
+
+
+def images(module: nn.Module) -> Tensor:
+    """A batch as small as the model takes."""
+    config = getattr(module, "default_cfg", None) or {}
+    channels, *_, own = config.get("input_size", (3, *[getattr(module, "in_size", (224, 224))[0]] * 2))
+    for side in dict.fromkeys((32 if own <= 32 else 64, 96, 128, own)):
+        x = torch.randn(2, channels, side, side)
+        try:
+            with torch.no_grad():
+                found = module.eval()(x)
+            if isinstance(found, Tensor) and torch.isfinite(found).all():
+                return x
+        except Exception:
+            if side == own:
+                raise
+    raise ValueError("it gives no finite logits")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def check(net: NestedNet, module: nn.Module, x: Tensor, own_answer: bool) -> None:
+    """Everything that is promised of a nested network; AssertionError says what does not hold."""
+    net.eval()
+    with torch.no_grad():
+        whole, staged = net(x), [answer.clone() for answer in net.answers(x)]
+        if own_answer:
+            assert near(whole[-1], module(x), 1e-5), "the last answer is not the module's"
+        for mine, theirs in zip(whole, staged, strict=True):
+            assert near(mine, theirs, 1e-3), "stages and whole differ"
+        check_work(net, x)
+        check_leaks(net, x, staged)
+    with tempfile.TemporaryDirectory() as folder:
+        shape, classes = tuple(x.shape[1:]), tuple(map(str, range(whole[0].shape[1])))
+        spec = nestling.Spec("it", shape, classes, net.sizes, mean=(0.5,) * shape[0], std=(0.5,) * shape[0])  # type: ignore[arg-type]
+        nestling.export_net(net, spec, f"{folder}/it", x)  # which verifies what it wrote
+        with nestling.Runtime(f"{folder}/it") as runtime:
+            picture = (torch.rand(x.shape[1:]) * 255).to(torch.uint8)
+            answer = runtime.answer(picture, deadline=None)
+            assert answer.stage == len(staged), "the runtime did not get to the last stage"
+    learnt = [p for p in net.train().parameters() if p.requires_grad]
+    steps = torch.optim.SGD(learnt, 1e-4)
+    losses = [F.cross_entropy(answer, torch.arange(len(x)) % answer.shape[1]) for answer in net(x)]
+    nestling.backward(losses, net, nestling.OSGD())
+    steps.step()
+    assert all(bool(torch.isfinite(p).all()) for p in learnt), "a step of OSGD left something that is no number"
+
+
+def near(one: Tensor, other: Tensor, share: float) -> bool:
+    return one.shape == other.shape and bool((one - other).abs().max() <= share * other.abs().max().clamp(min=1e-6))
+
+
+def check_work(net: NestedNet, x: Tensor) -> None:
+    """Torch's own counter (2 per multiply-accumulate) sees the planned work in every stage."""
+    state: tuple[Tensor, ...] = (x[:1],)
+    for number, stage in enumerate(net.stages, start=1):
+        with FlopCounterMode(display=False) as counter:
+            _, state = stage(state)
+        found, planned = counter.get_total_flops() / 2, net.plan.new_macs(number)
+        assert abs(found - planned) <= 0.01 * planned, f"stage {number} does {found:.0f} MACs, planned were {planned}"
+
+
+def check_leaks(net: NestedNet, x: Tensor, staged: list[Tensor]) -> None:
+    """NaN in every entry that task s does not own leaves its answer the same."""
+    owners = net.owners()
+    kept = {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
+    for task in range(len(staged) - 1):
+        for key, parameter in net.named_parameters():
+            foreign = (owners[key] >> task & 1 == 0).expand_as(parameter)
+            parameter.data = torch.where(foreign, torch.full_like(parameter, float("nan")), kept[key])
+        for number, answer in zip(range(task + 1), net.answers(x), strict=False):
+            assert number < task or torch.equal(answer, staged[task]), f"stage {task + 1} depends on later weights"
+    for key, parameter in net.named_parameters():
+        parameter.data = kept[key]
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def apart(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    """A model examined by a process of its own, so that one that takes too long or too much memory ends alone."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=examine, args=(make, there.send), daemon=True)
+    start, row = time.monotonic(), dict[str, Any]()
+    process.start()
+    there.close()
+    try:
+        while here.poll(max(0.0, start + SECONDS - time.monotonic())):
+            row = here.recv()
+    except EOFError:
+        pass
+    else:
+        process.kill()
+    process.join()
+    ended = (
+        f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {SECONDS} seconds"
+    )
+    missing = {way: "unfinished" for way in WAYS if way not in row}
+    return {**row, **missing, **{f"why_{way}": row.get(f"why_{way}", ended) for way in missing}}
+
+
+def already() -> list[dict[str, Any]]:
+    if not FILE.exists():
+        return []
+    with FILE.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    with FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: (row["library"], row["family"])))
+
+
+def tally(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many of each kind of model were nested in each way."""
+    found: dict[str, Any] = {"torch": torch.__version__, "models": len(rows)}
+    for kind in ("conv", "transformer"):
+        mine = [row for row in rows if row.get("kind") == kind]
+        found[kind] = {"models": len(mine), **{way: sum(row.get(way) == "ok" for row in mine) for way in WAYS}}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only models whose name holds this text; nothing is written")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    rows = [] if options.only else already()
+    done = {(row["library"], row["family"]) for row in rows}
+    for library, made, family in libraries():
+        left = {
+            name: make for name, make in made.items() if (library, family(name)) not in done and options.only in name
+        }
+        for kind, name, params in smallest(left, family):
+            if time.monotonic() > until:
+                break
+            start = time.monotonic()
+            facts = apart(made[name])
+            seconds = round(time.monotonic() - start, 1)
+            rows.append(
+                {"library": library, "family": kind, "model": name, "params": params, **facts, "seconds": seconds}
+            )
+            shown = "  ".join(f"{way} {rows[-1][way]}" for way in WAYS)
+            print(f"{library:12}{name:34}{shown}  {seconds} s", flush=True)
+            for way in WAYS:
+                if rows[-1].get(f"why_{way}"):
+                    print(f"    {way}: {rows[-1][f'why_{way}']}", flush=True)
+            if not options.only:
+                write(rows)
+    print(json.dumps(tally(rows)))
+
+
+if __name__ == "__main__":
+    main()
