@@ -21,13 +21,14 @@ from nestling.commands import report
 from nestling.commands.cli import main
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import Recipe
-from nestling.report.content import count_text, listed, percent, spread_cell, time_text
+from nestling.report.content import spread_cell
 from nestling.report.families import Family, Spread, families, spread
 from nestling.report.figures import training as figures
 from nestling.report.records import Answers, Run, find, read
 from nestling.report.study import Study, study
 from nestling.report.theme import LIGHT, inline
 from nestling.report.times import pooled, times
+from nestling.report.words import count_text, listed, percent, time_text
 from nestling.runs.folder import RunDir
 from nestling.runs.latency import load_profile
 from nestling.studies import deadline

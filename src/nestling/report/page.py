@@ -27,10 +27,9 @@ from nestling.report.content import (
     StageSummary,
     Table,
     Text,
-    percent,
-    time_text,
 )
 from nestling.report.theme import DARK, LIGHT, inline, variables
+from nestling.report.words import percent, time_text
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

@@ -11,7 +11,7 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.files import RECIPE, write_atomically
-from nestling.report.content import Document, Gallery, Picture, Pictures, listed, plural
+from nestling.report.content import Document, Gallery, Picture, Pictures
 from nestling.report.families import Family, families
 from nestling.report.markdown import markdown
 from nestling.report.page import page
@@ -19,6 +19,7 @@ from nestling.report.records import find_sound
 from nestling.report.sections import SECTIONS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
+from nestling.report.words import listed, plural
 from nestling.runs.folder import RunDir
 
 

@@ -7,10 +7,11 @@ missing, and notes that say which runs lack something.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nestling.report.content import Note, PageBlock, Picture, Pictures, listed
+from nestling.report.content import Note, PageBlock, Picture, Pictures
 from nestling.report.families import Family
 from nestling.report.records import Run
 from nestling.report.theme import Look, looks
+from nestling.report.words import listed
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from math import inf, nan
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -319,7 +318,5 @@ class Anytime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ clients of this. A network can be opened anew while others ask: who has asked is
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from nestling.errors import NestlingError, nearest
@@ -112,9 +111,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from nestling.report.content import Picture, percent
+from nestling.report.content import Picture
 from nestling.report.families import ALONE, Family, Line
 from nestling.report.figures.panel import panel, percent_axis
 from nestling.report.theme import FAINT, INK, MUTED, PAPER, Look, stage_colour
+from nestling.report.words import percent
 
 
 def repairs(family: Family, looks: Mapping[str, Look], name: str, caption: str) -> Picture | None:

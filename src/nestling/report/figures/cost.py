@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 
 from matplotlib.axes import Axes
 
-from nestling.report.content import Picture, percent
+from nestling.report.content import Picture
 from nestling.report.families import ALONE, Family, Line
 from nestling.report.figures.panel import cost_axis, draw, error_axis, panel
 from nestling.report.theme import BASE_LOOK, Look, stage_colour
 from nestling.report.times import Times, times
+from nestling.report.words import percent
 
 Cost = Callable[[Family, Line, int], float | None]  # of a stage's answer; None = not known
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from nestling.report.content import Picture, percent, time_text
+from nestling.report.content import Picture
 from nestling.report.families import Family
 from nestling.report.figures.panel import draw, error_axis, panel, percent_axis
 from nestling.report.study import Study
 from nestling.report.theme import BASE_LOOK, GUESS, ORACLE_LOOKS, PAPER, Look, stage_colour
+from nestling.report.words import percent, time_text
 from nestling.studies.deadline import ORACLE_ALL
 
 

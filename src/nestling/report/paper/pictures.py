@@ -11,12 +11,13 @@ from math import isinf
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from nestling.report.content import Picture, count_text, time_text
+from nestling.report.content import Picture
 from nestling.report.families import BASELINES
 from nestling.report.figures.deadlines import limit_names, places
 from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel, percent_axis
 from nestling.report.theme import BASE as BASE_COLOUR
 from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, SCHEMES, Look
+from nestling.report.words import count_text, time_text
 from nestling.studies.deadline import BASE, ORACLE_ALL, ORACLE_EACH
 from nestling.studies.paper.grid import sizes_of
 from nestling.studies.paper.results import ALONE, Row, paper_number

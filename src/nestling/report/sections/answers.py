@@ -1,9 +1,10 @@
 """The answers themselves: the gallery, what later stages repair and break, whether confidence can be believed."""
 
-from nestling.report.content import Cell, PageBlock, Picture, Section, Table, Text, plural, spread_cell
+from nestling.report.content import Cell, PageBlock, Picture, Section, Table, Text, spread_cell
 from nestling.report.figures import answers as figures
 from nestling.report.gallery import gallery
 from nestling.report.subject import Subject, lacking, pictures
+from nestling.report.words import plural
 
 
 def answers(about: Subject) -> Section:

@@ -1,22 +1,11 @@
 """What an answer costs: error against MACs and against measured latency, and what has not been measured."""
 
-from nestling.report.content import (
-    Cell,
-    Note,
-    PageBlock,
-    Picture,
-    Section,
-    Table,
-    Text,
-    count_text,
-    listed,
-    plural,
-    time_text,
-)
+from nestling.report.content import Cell, Note, PageBlock, Picture, Section, Table, Text
 from nestling.report.families import ALONE
 from nestling.report.figures import cost as figures
 from nestling.report.subject import Subject, pictures
 from nestling.report.times import times
+from nestling.report.words import count_text, listed, plural, time_text
 from nestling.runs.latency import Latency
 
 BUSY = 2  # times the median that one answer in twenty may take before the reader is told

@@ -1,22 +1,11 @@
 """Error under a deadline: the paper's study on every family that was measured, or why there is none."""
 
-from nestling.report.content import (
-    Cell,
-    Note,
-    PageBlock,
-    Picture,
-    Section,
-    Table,
-    Text,
-    listed,
-    percent,
-    plural,
-    time_text,
-)
+from nestling.report.content import Cell, Note, PageBlock, Picture, Section, Table, Text
 from nestling.report.families import Family
 from nestling.report.figures import deadlines as figures
 from nestling.report.study import Study, study
 from nestling.report.subject import Subject, pictures
+from nestling.report.words import listed, percent, plural, time_text
 
 
 def deadlines(about: Subject) -> Section:

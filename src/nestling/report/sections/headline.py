@@ -2,24 +2,12 @@
 
 from typing import Any
 
-from nestling.report.content import (
-    Cell,
-    NestSummary,
-    PageBlock,
-    Section,
-    StageSummary,
-    Table,
-    Text,
-    count_text,
-    percent,
-    plural,
-    spread_cell,
-    time_text,
-)
+from nestling.report.content import Cell, NestSummary, PageBlock, Section, StageSummary, Table, Text, spread_cell
 from nestling.report.families import ALONE, Family, Line
 from nestling.report.records import Run
 from nestling.report.subject import Subject, lacking
 from nestling.report.times import conditions, times
+from nestling.report.words import count_text, percent, plural, time_text
 
 
 def headline(about: Subject) -> Section:

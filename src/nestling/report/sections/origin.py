@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from nestling.report.content import Cell, PageBlock, Section, Table, Text, listed
+from nestling.report.content import Cell, PageBlock, Section, Table, Text
 from nestling.report.records import Run
 from nestling.report.subject import Subject
+from nestling.report.words import listed
 
 
 def provenance(about: Subject) -> Section:
