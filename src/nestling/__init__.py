@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.runs.folder import RunDir
     from nestling.runs.open import load, resolve
     from nestling.runtime.answer import Answer
+    from nestling.runtime.chooser import Chooser
     from nestling.runtime.runtime import Runtime
     from nestling.runtime.verified import export_net
     from nestling.serve.server import Server
@@ -37,6 +38,7 @@ __all__ = [
     "COMBINERS",
     "Accumulator",
     "Answer",
+    "Chooser",
     "Damped",
     "DataRecipe",
     "Greedy",
@@ -85,6 +87,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.runs.folder": ("RunDir",),
     "nestling.runs.open": ("load", "resolve"),
     "nestling.runtime.answer": ("Answer",),
+    "nestling.runtime.chooser": ("Chooser",),
     "nestling.runtime.runtime": ("Runtime",),
     "nestling.runtime.verified": ("export_net",),
     "nestling.serve.server": ("Server",),

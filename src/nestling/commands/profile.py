@@ -1,11 +1,14 @@
 """`nestling profile`: how long each stage of a run takes on this device."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.console import Group
 from rich.table import Table
 
 from nestling.commands.describe import amount
+from nestling.errors import NestlingError
+from nestling.studies.live import live as compare
 from nestling.studies.profile import profile
 
 
@@ -19,6 +22,11 @@ def command(
     dry: bool = False,
     build: str = "",
     teacher: str = "",
+    live: bool = False,
+    against: tuple[str, ...] = (),
+    load: Literal["quiet", "busy", "bursts"] = "quiet",
+    deadlines: Literal["known", "unknown"] = "known",
+    questions: int = 500,
 ) -> dict[str, Any]:
     """Measure the latency of every stage of a run on this device and store it with the run.
 
@@ -32,12 +40,26 @@ def command(
         dry: measure, but store nothing; with --json, every repeat is printed.
         build: the function that builds a network of your own, such as my_file.py:build.
         teacher: the function that gives the module it learnt from, which is then measured, too.
+        live: ask it questions with deadlines instead, in turn with networks to choose from, on a CPU; nothing is stored.
+        against: live: a run to choose, the smallest first; may be repeated. Independent nets of each stage's size if not given.
+        load: live: what two other processes do meanwhile.
+        deadlines: live: known when a question is asked, or not.
+        questions: live: how many for each contender.
     """
+    if live and (build or teacher):
+        raise NestlingError("--live takes networks that nestling builds by name; leave --build and --teacher out")
+    if live:
+        return compare(run, against, load, deadlines, questions)
+    if against:
+        raise NestlingError("--against is for --live: add that")
     return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build, teacher)
 
 
-def show(result: dict[str, Any]) -> Table:
-    """A row per condition and stage, for people."""
+def show(result: dict[str, Any]) -> Table | Group:
+    """A row per condition and stage, for people; live, a row per contender."""
+    if "equal_errors" in result:
+        kinds = (("own_errors", "every network's own errors"), ("equal_errors", "the nest's errors for all"))
+        return Group(*(contenders(result, result[kind], words) for kind, words in kinds if result[kind]))
     title = f"{result['run']}: milliseconds until each stage's answer ({result['device']}, torch {torch.__version__})"
     table = Table("engine", "threads", "batch", "stage", "median", "p95", "p99", "MACs", title=title)
     for condition in result["conditions"]:
@@ -49,4 +71,25 @@ def show(result: dict[str, Any]) -> Table:
                 *cells, amount(row["macs"]) if "macs" in row else "", end_section=row is condition["stages"][-1]
             )
     table.caption = None if result["stored"] else "nothing is stored"
+    return table
+
+
+def contenders(result: dict[str, Any], rows: dict[str, dict[str, Any]], errors: str) -> Table:
+    """Late, unanswered and strict error of each contender, and by range of deadline: strict error, and who answered."""
+    title = f"{result['run']}, live, {result['load']}, deadlines {result['deadlines']}, {errors}"
+    ranges = next(iter(rows.values()))["by_deadline"]
+    heads = [f"{part['from_ms']:.3g}-{part['to_ms']:.3g} ms" for part in ranges]
+    table = Table("", "late", "nothing", "strict error", *heads, title=title)
+    for name, row in rows.items():
+        cells = [f"{100 * row[key]:.1f} %" for key in ("late", "nothing")] + [f"{100 * row['strict']:.2f} %"]
+        parts = (
+            f"{100 * part['strict']:.1f} ({' '.join(f'{100 * s:.0f}' for s in part['stages'])})"
+            for part in row["by_deadline"]
+        )
+        table.add_row(name, *cells, *parts)
+    n = next(iter(rows.values()))["n"]
+    table.caption = (
+        f"{n} questions each; late: by more than 0.5 ms. By range of deadline: strict error in %, in brackets the share of no "
+        f"answer and of {', '.join(result['sizes'])}, in %"
+    )
     return table

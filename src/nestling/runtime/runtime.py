@@ -29,13 +29,17 @@ from nestling.runtime.confidence import Confidence, calibrate
 from nestling.runtime.engine import Engine, warm_jumps, warm_up
 from nestling.runtime.pace import Pace
 
+Source = (
+    NestedNet | RunDir | str | Path
+)  # a network, a run's folder, a trained network's name, or a folder of exported stages
+
 
 class Runtime(Anytime):
     """`Runtime(source)`: answers by a deadline. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(
         self,
-        source: NestedNet | RunDir | str | Path,
+        source: Source,
         device: str = "auto",
         engine: str = "auto",
         threads: int = 1,
@@ -45,24 +49,10 @@ class Runtime(Anytime):
         """`source` is a network, a run's folder, the name of a trained network that comes with nestling, or a folder of exported
         stages. `threads` is for CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare
         network than its plan does: with a mean and std, uint8 images are normalised."""
-        self.run: OpenedRun | None = None
-        if is_export(source):
-            device = "cpu" if device == "auto" else device
-            built, known = open_export(Path(str(source)), device, engine, threads)
-            check_spec(spec or known, known)
-        else:
-            device = str(pick_device(device, "device="))
-            if isinstance(source, NestedNet):
-                net, known = source, bare_spec(source)
-            else:
-                self.run = resolve(source)
-                net = self.run.net()
-                known = spec_of(self.run, net)
-            check_spec(spec or known, bare_spec(net))
-            built = build_engine(net, device, engine, threads)
+        built, known, self.run, self.device = open_source(source, device, engine, threads)
+        check_spec(spec or known, known)
         spec = spec or known
-        self.device = device
-        self.profile = find_profile(self.run, built.name, threads, device) if self.run else None
+        self.profile = find_profile(self.run, built.name, threads, self.device) if self.run else None
         latencies = warm_up(built, spec.shape)
         jumps = warm_jumps(built, spec.shape)
         pace = Pace(latencies, jumps=jumps)
@@ -91,6 +81,21 @@ class Runtime(Anytime):
 
     def _to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+
+
+def open_source(source: Source, device: str, engine: str, threads: int) -> tuple[Engine, Spec, OpenedRun | None, str]:
+    """The engine of a network, what is known of it, its run if it has one, and the device it is on."""
+    if is_export(source):
+        device = "cpu" if device == "auto" else device
+        return *open_export(Path(str(source)), device, engine, threads), None, device
+    device = str(pick_device(device, "device="))
+    if isinstance(source, NestedNet):
+        return build_engine(source, device, engine, threads), bare_spec(source), None, device
+    run = resolve(source)
+    net = run.net()
+    known = spec_of(run, net)
+    check_spec(known, bare_spec(net))
+    return build_engine(net, device, engine, threads), known, run, device
 
 
 def bare_spec(net: NestedNet) -> Spec:
