@@ -20,7 +20,7 @@ from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import chooser as chooser_file
 from nestling.runtime.chooser import Chooser
 from nestling.studies import live as live_file
-from nestling.studies.live import Asked, live, other_processes, summary, unaware
+from nestling.studies.live import LiveQuestion, live, other_processes, summary, unaware
 
 SPEC = nestling.Spec("digits", (1, 8, 8), tuple("abcdefghij"), ("w1", "w2", "w4"), errors=(0.3, 0.2, 0.1))
 
@@ -99,7 +99,12 @@ def test_who_does_not_know_the_deadline_has_nothing_when_it_comes_too_early(
 
 
 def test_an_answer_that_comes_late_or_not_at_all_is_worth_nothing() -> None:
-    asked = [Asked(0.002, 1, -0.001), Asked(0.002, 2, 0.0004), Asked(0.004, 2, 0.001), Asked(0.004, 0, 0)]
+    asked = [
+        LiveQuestion(0.002, 1, -0.001),
+        LiveQuestion(0.002, 2, 0.0004),
+        LiveQuestion(0.004, 2, 0.001),
+        LiveQuestion(0.004, 0, 0),
+    ]
     found = summary(asked, (0.2, 0.1), (0.001, 0.003, 0.006, 0.009))
     assert found["late"] == 0.25 and found["nothing"] == 0.25 and found["stages"] == [0.25, 0.25, 0.5]
     assert found["error"] == pytest.approx((0.2 + 0.1 + 0.1 + 0.9) / 4)

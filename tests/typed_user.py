@@ -15,6 +15,7 @@ from nestling import (
     SGD,
     Accumulator,
     Answer,
+    Chooser,
     Damped,
     DataRecipe,
     Greedy,
@@ -110,6 +111,8 @@ async def answer_by_a_deadline(net: NestedNet, folder: Path) -> list[str]:
     image, batch = np.zeros((3, 32, 32), np.uint8), torch.zeros(4, 3, 32, 32)
     spec = Spec("mine", (3, 32, 32), ("cat", "dog"), ("w1", "w2"), mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
     try:
+        with Chooser([net], device="cpu", spec=spec) as chooser:
+            assert_type(chooser.answer(torch.zeros(spec.shape), deadline=0.005), Answer)
         with Runtime(net, device="cpu", spec=spec) as runtime:
             answer = runtime.answer(image, deadline=0.005)
             assert_type(answer, Answer)

@@ -24,7 +24,7 @@ from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, softmax
 from nestling.runtime.engine import Engine, Floats, Stop
 from nestling.runtime.inputs import Intake, seconds
-from nestling.runtime.runtime import Source, open_source
+from nestling.runtime.runtime import NetSource, open_source
 
 KEPT_TIMES = 60  # of each network
 USUALLY = 0.9  # a network fits if this share of its last times do
@@ -35,7 +35,7 @@ class Chooser:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[NetSource],
         device: str = "auto",
         engine: str = "auto",
         threads: int = 1,

@@ -29,7 +29,7 @@ from nestling.runtime.confidence import Confidence, calibrate
 from nestling.runtime.engine import Engine, warm_jumps, warm_up
 from nestling.runtime.pace import Pace
 
-Source = (
+NetSource = (
     NestedNet | RunDir | str | Path
 )  # a network, a run's folder, a trained network's name, or a folder of exported stages
 
@@ -39,7 +39,7 @@ class Runtime(Anytime):
 
     def __init__(
         self,
-        source: Source,
+        source: NetSource,
         device: str = "auto",
         engine: str = "auto",
         threads: int = 1,
@@ -83,7 +83,9 @@ class Runtime(Anytime):
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
 
 
-def open_source(source: Source, device: str, engine: str, threads: int) -> tuple[Engine, Spec, OpenedRun | None, str]:
+def open_source(
+    source: NetSource, device: str, engine: str, threads: int
+) -> tuple[Engine, Spec, OpenedRun | None, str]:
     """The engine of a network, what is known of it, its run if it has one, and the device it is on."""
     if is_export(source):
         device = "cpu" if device == "auto" else device

@@ -49,7 +49,7 @@ DEADLINES = ("known", "unknown")
 
 
 @dataclass(frozen=True)
-class Asked:
+class LiveQuestion:
     """One question: seconds it had, stage that answered (0 = none), seconds the answer came after the deadline."""
 
     limit: float
@@ -57,7 +57,7 @@ class Asked:
     late: float
 
 
-Contender = Callable[[float], Asked]
+Contender = Callable[[float], LiveQuestion]
 
 
 def live(
@@ -150,10 +150,10 @@ def make_contenders(
 
 
 def answering(ask: Callable[[float], int]) -> Contender:
-    def asked(limit: float) -> Asked:
+    def asked(limit: float) -> LiveQuestion:
         began = time.monotonic()
         stage = ask(limit)
-        return Asked(limit, stage, time.monotonic() - began - limit)
+        return LiveQuestion(limit, stage, time.monotonic() - began - limit)
 
     return asked
 
@@ -167,7 +167,7 @@ def interrupted(runtime: Runtime, picture: Any) -> Contender:
     """Nobody knows the deadline but the interrupt that comes then. What was done by then counts, not what is done until this
     thread has woken up; late is how long it takes from there to have the answer in hand."""
 
-    def asked(limit: float) -> Asked:
+    def asked(limit: float) -> LiveQuestion:
         began = time.monotonic()
         question = runtime.ask(picture)
         trail = question._waiting.rows[0].trail
@@ -176,7 +176,7 @@ def interrupted(runtime: Runtime, picture: Any) -> Contender:
         question.best()
         late = time.monotonic() - woke
         question.stop()
-        return Asked(limit, sum(at <= limit for at in trail.done) if trail else runtime.spec.stages, late)
+        return LiveQuestion(limit, sum(at <= limit for at in trail.done) if trail else runtime.spec.stages, late)
 
     return asked
 
@@ -185,20 +185,20 @@ def unaware(chooser: Chooser, image: Floats, choose: Callable[[], int]) -> Conte
     """A network that is chosen without knowing the deadline. If it is not done when the interrupt comes, there is no answer;
     that is noticed at once."""
 
-    def asked(limit: float) -> Asked:
+    def asked(limit: float) -> LiveQuestion:
         began, number = time.monotonic(), choose()
         chooser.run(number, image)
         late = time.monotonic() - began - limit
-        return Asked(limit, number if late <= 0 else 0, min(0.0, late))
+        return LiveQuestion(limit, number if late <= 0 else 0, min(0.0, late))
 
     return asked
 
 
-def timer(limit: float) -> Asked:
+def timer(limit: float) -> LiveQuestion:
     """How late a bare timer is, for comparison."""
     began = time.monotonic()
     time.sleep(limit)
-    return Asked(limit, 0, time.monotonic() - began - limit)
+    return LiveQuestion(limit, 0, time.monotonic() - began - limit)
 
 
 @contextmanager
@@ -217,9 +217,9 @@ def other_processes(load: str) -> Iterator[None]:
 
 def ask_in_turn(
     contenders: dict[str, Contender], questions: int, span: tuple[float, float], seed: int
-) -> dict[str, list[Asked]]:
+) -> dict[str, list[LiveQuestion]]:
     """Blocks of every contender in turn, each with deadlines of its own from the same range."""
-    chance, found = random.Random(seed), {name: list[Asked]() for name in contenders}
+    chance, found = random.Random(seed), {name: list[LiveQuestion]() for name in contenders}
     for start in range(0, questions, BLOCK):
         for name, ask in contenders.items():
             for _ in range(min(BLOCK, questions - start)):
@@ -229,7 +229,7 @@ def ask_in_turn(
 
 
 def summary(
-    asked: Sequence[Asked], errors: Sequence[float], edges: Sequence[float], nothing: float = 0.9
+    asked: Sequence[LiveQuestion], errors: Sequence[float], edges: Sequence[float], nothing: float = 0.9
 ) -> dict[str, Any]:
     """Share late and unanswered, share of each stage, and errors: as they are and strictly; also by range of deadline."""
     table = np.array([nothing, *errors])
