@@ -170,7 +170,7 @@ def interrupted(runtime: Runtime, picture: Any) -> Contender:
     def asked(limit: float) -> LiveQuestion:
         began = time.monotonic()
         question = runtime.ask(picture)
-        trail = question._waiting.rows[0].trail
+        trail = question._waiting.images[0].trail
         time.sleep(max(0.0, began + limit - time.monotonic()))
         woke = time.monotonic()
         question.best()
