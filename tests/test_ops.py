@@ -26,15 +26,21 @@ from nestling.nets.ops import (
     Flatten,
     GroupNorm,
     Input,
+    LayerNorm,
     Linear,
     Map,
     Mean,
     Module,
     Opaque,
     Operation,
+    PixelLinear,
     PReLU,
+    Rearrange,
     Scale,
+    Scores,
     Select,
+    Tokens,
+    Weigh,
     Zip,
 )
 from nestling.nets.ops.conv1d import Conv1d
@@ -56,6 +62,7 @@ class Example:
     draw: Callable[[Draft], str]
     shape: tuple[int, ...] = IMAGE
     given: dict[str, nn.Module] = field(default_factory=dict)
+    axis: int = 1
 
 
 def behind_a_stem(op: Operation, *births: int) -> Callable[[Draft], str]:
@@ -80,6 +87,53 @@ def gated(draft: Draft) -> str:
 def born_at_once(op: Operation) -> Callable[[Draft], str]:
     """Behind a stem of which everything is born at the first stage."""
     return lambda draft: draft.enter("it", op, [draft.conv("stem", "input", (1, 1, 1, 1))])
+
+
+def after_mixed_births(op: Operation) -> Callable[[Draft], str]:
+    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", (2, 1, 2, 1))])
+
+
+def token_norms(draft: Draft) -> str:
+    """Layer norm and RMS norm of tokens, with linear layers between; a token is answered."""
+    wide = draft.draw("wide", Linear(axis=2), ["input"], BIRTHS)
+    layer = draft.draw("it", LayerNorm(axis=2), [wide])
+    deep = draft.draw("deep", Linear(axis=2), [layer], BIRTHS)
+    rms = draft.draw("rms", LayerNorm(center=False, shift=False, axis=2), [deep])
+    last = draft.draw("last", Linear(axis=2), [rms], BIRTHS)
+    return draft.draw("turned", Rearrange.to_axis(draft.nodes[last], 1), [last])
+
+
+def windows(draft: Draft) -> str:
+    """An image cut into four windows, as tokens, and put together again."""
+    cut = Rearrange((0, 2, 3, 2, 3), (0, 2, 4, 3, 5, 1), (4, 9, 0), axis=3)
+    tokens = draft.draw("it", cut, [draft.conv("stem", "input", BIRTHS)])
+    wide = draft.draw("wide", Linear(bias=True, axis=3), [tokens], BIRTHS)
+    back = Rearrange((2, 2, 3, 3, 0), (0, 5, 1, 3, 2, 4), (0, 6, 6))
+    return draft.conv("last", draft.draw("back", back, [wide]), BIRTHS)
+
+
+def attending(draft: Draft) -> str:
+    """Two heads over an image's pixels, the second born at stage 2; a class token, positions, a bias for pairs of pixels."""
+    stem = draft.conv("stem", "input", BIRTHS, stride=3)
+    flat = draft.draw("flat", Rearrange((0, 4), (0, 2, 1), (4, 0), axis=2), [stem])
+    more = draft.draw("more", Tokens(2, axis=2), [flat])
+    it = draft.draw("it", Scale("add", pixels=(6,), axis=2), [more])
+    normed = draft.draw("normed", LayerNorm(axis=2), [it])
+    q, k, v = (draft.draw(name, Linear(axis=2), [normed], BIRTHS) for name in "qkv")
+    scores = draft.draw("scores", Scores(2, 2), [q, k])
+    bias = draft.draw("bias", Scale("add", pixels=(6, 6)), [scores])
+    soft = draft.draw("soft", Module(), [bias])
+    made = draft.draw("made", Weigh(2, axis=2), [soft, v])
+    total = draft.draw("total", Zip("add", axis=2), [it, draft.draw("deep", Linear(axis=2), [made], BIRTHS)])
+    return draft.draw("turned", Rearrange.to_axis(draft.nodes[total], 1), [total])
+
+
+ATTENDING = Example(attending, given={"soft": nn.Softmax(-1)})
+
+
+def mixing_pixels(draft: Draft) -> str:
+    stem = draft.conv("stem", "input", (2, 1, 2, 1))
+    return draft.draw("it", PixelLinear(6, 5), [stem])
 
 
 def mlp(draft: Draft) -> str:
@@ -107,6 +161,14 @@ EXAMPLES: dict[str, list[Example]] = {
     "linear": [Example(mlp)],
     "batchnorm": [Example(behind_a_stem(BatchNorm(1e-3, 0.2))), Example(behind_a_stem(BatchNorm(affine=False)))],
     "groupnorm": [Example(behind_a_stem(GroupNorm(2))), Example(behind_a_stem(GroupNorm(4, affine=False)))],
+    "layernorm": [
+        Example(behind_a_stem(LayerNorm())),
+        Example(behind_a_stem(LayerNorm(1e-3, scale=False, shift=False))),
+        Example(behind_a_stem(LayerNorm(None, center=False, shift=False))),
+        Example(behind_a_stem(LayerNorm(pixels=True))),
+        Example(after_mixed_births(LayerNorm())),
+        Example(token_norms, (5, 3), axis=2),
+    ],
     "prelu": [Example(behind_a_stem(PReLU()))],
     "map": [Example(behind_a_stem(Map(function))) for function in ("relu", "pool2", "pool2up", "maxpool3")],
     "mean": [Example(behind_a_stem(Mean()))],
@@ -121,13 +183,18 @@ EXAMPLES: dict[str, list[Example]] = {
     ],
     "cat": [Example(of_two(Cat()))],
     "flatten": [Example(behind_a_stem(Flatten()))],
+    "scores": [ATTENDING],
+    "weigh": [ATTENDING],
+    "tokens": [ATTENDING],
+    "pixellinear": [Example(mixing_pixels, given={"it": nn.Linear(6, 5)})],
+    "rearrange": [Example(windows), Example(token_norms, (5, 3), axis=2)],
 }
 CASES = [pytest.param(each, id=f"{kind}-{i}") for kind, some in EXAMPLES.items() for i, each in enumerate(some)]
 
 
 def network(example: Example) -> NestedNet:
     """The example with one head per stage, weights, slopes and statistics drawn at random."""
-    draft = Draft("example", example.shape)
+    draft = Draft("example", example.shape, example.axis)
     body = example.draw(draft)
     heads = [draft.head(stage, body, 3) for stage in (1, 2)]
     torch.manual_seed(0)

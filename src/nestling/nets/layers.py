@@ -16,8 +16,10 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Births
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.groupnorm import mixed_groups
+from nestling.nets.ops.layernorm import LayerNorm
 from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.scale import Scale
+from nestling.nets.ops.tokens import Tokens
 from nestling.nets.ops.weighted_op import WeightedOp
 
 Index = slice | Tensor
@@ -192,28 +194,54 @@ class NestedPReLU(nn.PReLU):
         return f"{super().extra_repr()}, births={describe_births(self.births)}"
 
 
-class NestedScale(nn.Module):
-    """A number for every channel, learnt or fixed."""
+class NestedLayerNorm(nn.Module):
+    """Scale and shift of a norm over channels, one for every channel. What is normalised over what, the operation says."""
 
-    weight: Tensor
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
-    def __init__(self, births: Births, op: Scale) -> None:
+    def __init__(self, births: Births, op: LayerNorm) -> None:
         super().__init__()
         self.births, self.op = births, op
-        if op.learnt:
-            self.weight = nn.Parameter(torch.empty(len(births)))
-        else:
-            self.register_buffer("weight", torch.empty(len(births)))
+        for name, there in (("weight", op.scale), ("bias", op.shift)):
+            self.register_parameter(name, nn.Parameter(torch.empty(len(births))) if there else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, float(self.op.function in ("mul", "div")))
+        for tensor, number in ((self.weight, 1.0), (self.bias, 0.0)):
+            if tensor is not None:
+                nn.init.constant_(tensor, number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op.compute([x], self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.op.eps}, births={describe_births(self.births)}"
+
+
+class NestedNumbers(nn.Module):
+    """A number for every channel, or several, learnt or fixed; the operation says what is done with them."""
+
+    weight: Tensor
+
+    def __init__(self, births: Births, op: Scale | Tokens, more: tuple[int, ...] = (), learnt: bool = True) -> None:
+        super().__init__()
+        self.births, self.op = births, op
+        numbers = torch.empty(len(births), *more)
+        if learnt:
+            self.weight = nn.Parameter(numbers)
+        else:
+            self.register_buffer("weight", numbers)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.op.start)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.op.compute([x], self.weight)
 
     def extra_repr(self) -> str:
-        return f"{self.op.function}, births={describe_births(self.births)}"
+        return f"{self.op.kind}, births={describe_births(self.births)}"
 
 
 def affine_rows(layer: nn.BatchNorm2d | nn.GroupNorm, cut: Cut) -> tuple[Tensor | None, Tensor | None]:

@@ -7,6 +7,8 @@ passed, never kept. `net.subnet(s)` is D_s by itself. How layers are wired is th
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +126,10 @@ class NestedNet(nn.Module):
                 continue
             bits = torch.tensor(self.plan.owners[node.name])
             for name, parameter in self.layer(node.name).named_parameters(recurse=node.op.given):
-                apart = parameter.numel() > 1 and not node.op.given  # somebody else's module is owned as one
+                apart = parameter.numel() > 1 and not node.op.given
                 owned = bits.view(-1, *[1] * (parameter.dim() - 1)) if apart else bits[:1]
+                if node.op.given:  # somebody else's module is owned as one, by whoever needs any of its channels
+                    owned = torch.tensor([reduce(or_, self.plan.owners[node.name])])
                 mask = getattr(self.layer(node.name), "mask", None)
                 if name == "weight" and mask is not None:
                     mask = mask[(..., *[slice(1)] * (mask.dim() - 2))]  # all pixels of a kernel are alike

@@ -26,6 +26,8 @@ def settle(plan: Plan) -> Plan:
             births = tuple(max(b, plan.answering[t]) for b, t in zip(node.births, first, strict=True))
             node = replace(node, births=births)
         nodes.append(node)
+    plan = replace(plan, nodes=tuple(nodes))
+    nodes = [replace(node, op=node.op.told(node, plan.reads_of(node))) for node in plan.nodes]
     return check(replace(plan, nodes=tuple(nodes)))
 
 

@@ -4,6 +4,7 @@
 needs torch before something is computed.
 """
 
+from nestling.nets.ops.attention import Scores, Weigh
 from nestling.nets.ops.batchnorm import BatchNorm
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.conv import Conv
@@ -12,15 +13,19 @@ from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
 from nestling.nets.ops.flatten import Flatten
 from nestling.nets.ops.groupnorm import GroupNorm
 from nestling.nets.ops.input import Input
+from nestling.nets.ops.layernorm import LayerNorm
 from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.map import Map
 from nestling.nets.ops.mean import Mean
 from nestling.nets.ops.module import Module
 from nestling.nets.ops.opaque import Opaque
 from nestling.nets.ops.operation import Operation
+from nestling.nets.ops.pixel_linear import PixelLinear
 from nestling.nets.ops.prelu import PReLU
+from nestling.nets.ops.rearrange import Rearrange
 from nestling.nets.ops.scale import Scale
 from nestling.nets.ops.select import Select
+from nestling.nets.ops.tokens import Tokens
 from nestling.nets.ops.zip import Zip
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "Flatten",
     "GroupNorm",
     "Input",
+    "LayerNorm",
     "Linear",
     "Map",
     "Mean",
@@ -38,8 +44,13 @@ __all__ = [
     "Opaque",
     "Operation",
     "PReLU",
+    "PixelLinear",
+    "Rearrange",
     "Scale",
+    "Scores",
     "Select",
+    "Tokens",
+    "Weigh",
     "Zip",
 ]
 
@@ -51,6 +62,7 @@ OPS: dict[str, type[Operation]] = {
     "linear": Linear,
     "batchnorm": BatchNorm,
     "groupnorm": GroupNorm,
+    "layernorm": LayerNorm,
     "prelu": PReLU,
     "map": Map,
     "mean": Mean,
@@ -61,4 +73,9 @@ OPS: dict[str, type[Operation]] = {
     "select": Select,
     "cat": Cat,
     "flatten": Flatten,
+    "rearrange": Rearrange,
+    "scores": Scores,
+    "weigh": Weigh,
+    "tokens": Tokens,
+    "pixellinear": PixelLinear,
 }

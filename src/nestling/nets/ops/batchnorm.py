@@ -76,12 +76,17 @@ class Affine(Operation):
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None and bias is not None
-        shape = (-1, *[1] * (reads[0].dim() - 2))
+        shape = (-1, *[1] * (reads[0].dim() - self.axis - 1))
         return lazy.torch.addcmul(bias.view(shape), reads[0], weight.view(shape))
 
     def write(self, graph: OnnxWriter, op: Op) -> None:
         """As batch norm with mean 0 and variance 1: ONNX Runtime fuses that with the ReLU behind it, and Mul + Add not."""
-        assert op.bias is not None
+        assert op.weight is not None and op.bias is not None
+        if self.axis > 1:
+            shape = (-1, *[1] * (len(op.shape) - self.axis))
+            scale, shift = (graph.constant(f"{op.out}.{i}", t.view(shape)) for i, t in enumerate((op.weight, op.bias)))
+            graph.add("Add", [graph.add("Mul", [op.reads[0], scale], f"{op.out}.scaled"), shift], op.out)
+            return
         zero = graph.constant(f"{op.out}.mean", lazy.torch.zeros(len(op.bias)))
         one = graph.constant(f"{op.out}.variance", lazy.torch.ones(len(op.bias)))
         graph.add("BatchNormalization", [op.reads[0], *graph.weights(op), zero, one], op.out, {"epsilon": 0.0})

@@ -67,6 +67,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Mish: lambda m: [("Mish", {})],
     nn.Sigmoid: lambda m: [("Sigmoid", {})],
     nn.Tanh: lambda m: [("Tanh", {})],
+    nn.Softmax: lambda m: [("Softmax", {"axis": m.dim})],
     nn.Softsign: lambda m: [("Softsign", {})],
     nn.MaxPool1d: max_pool,
     nn.MaxPool2d: max_pool,

@@ -23,6 +23,7 @@ class Module(Operation):
     kind: ClassVar[str] = "module"
     layered: ClassVar[bool] = True
     given: ClassVar[bool] = True
+    any_axis: ClassVar[bool] = True  # whoever draws it knows that it treats each channel by itself there
     tail: ClassVar[bool] = True
 
     def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut | None:

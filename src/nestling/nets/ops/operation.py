@@ -95,6 +95,10 @@ class Operation:
                     for channel in channels:
                         bits[channel] |= owned
 
+    def told(self, node: Node, reads: Sequence[Node]) -> Operation:
+        """The operation that knows the births it was planned with, where these say what it computes."""
+        return self
+
     def narrow(self, node: Node, rows: Channels, wanted: Sequence[Channels]) -> Operation:
         """The operation over these rows, where only the channels `wanted` of each read are there, in that order."""
         return self
