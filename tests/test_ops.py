@@ -90,42 +90,42 @@ def born_at_once(op: Operation) -> Callable[[Draft], str]:
 
 
 def after_mixed_births(op: Operation) -> Callable[[Draft], str]:
-    return lambda draft: draft.draw("it", op, [draft.conv("stem", "input", (2, 1, 2, 1))])
+    return lambda draft: draft.enter("it", op, [draft.conv("stem", "input", (2, 1, 2, 1))])
 
 
 def token_norms(draft: Draft) -> str:
     """Layer norm and RMS norm of tokens, with linear layers between; a token is answered."""
-    wide = draft.draw("wide", Linear(axis=2), ["input"], BIRTHS)
-    layer = draft.draw("it", LayerNorm(axis=2), [wide])
-    deep = draft.draw("deep", Linear(axis=2), [layer], BIRTHS)
-    rms = draft.draw("rms", LayerNorm(center=False, shift=False, axis=2), [deep])
-    last = draft.draw("last", Linear(axis=2), [rms], BIRTHS)
-    return draft.draw("turned", Rearrange.to_axis(draft.nodes[last], 1), [last])
+    wide = draft.enter("wide", Linear(axis=2), ["input"], BIRTHS)
+    layer = draft.enter("it", LayerNorm(axis=2), [wide])
+    deep = draft.enter("deep", Linear(axis=2), [layer], BIRTHS)
+    rms = draft.enter("rms", LayerNorm(center=False, shift=False, axis=2), [deep])
+    last = draft.enter("last", Linear(axis=2), [rms], BIRTHS)
+    return draft.enter("turned", Rearrange.to_axis(draft.nodes[last], 1), [last])
 
 
 def windows(draft: Draft) -> str:
     """An image cut into four windows, as tokens, and put together again."""
     cut = Rearrange((0, 2, 3, 2, 3), (0, 2, 4, 3, 5, 1), (4, 9, 0), axis=3)
-    tokens = draft.draw("it", cut, [draft.conv("stem", "input", BIRTHS)])
-    wide = draft.draw("wide", Linear(bias=True, axis=3), [tokens], BIRTHS)
+    tokens = draft.enter("it", cut, [draft.conv("stem", "input", BIRTHS)])
+    wide = draft.enter("wide", Linear(bias=True, axis=3), [tokens], BIRTHS)
     back = Rearrange((2, 2, 3, 3, 0), (0, 5, 1, 3, 2, 4), (0, 6, 6))
-    return draft.conv("last", draft.draw("back", back, [wide]), BIRTHS)
+    return draft.conv("last", draft.enter("back", back, [wide]), BIRTHS)
 
 
 def attending(draft: Draft) -> str:
     """Two heads over an image's pixels, the second born at stage 2; a class token, positions, a bias for pairs of pixels."""
     stem = draft.conv("stem", "input", BIRTHS, stride=3)
-    flat = draft.draw("flat", Rearrange((0, 4), (0, 2, 1), (4, 0), axis=2), [stem])
-    more = draft.draw("more", Tokens(2, axis=2), [flat])
-    it = draft.draw("it", Scale("add", pixels=(6,), axis=2), [more])
-    normed = draft.draw("normed", LayerNorm(axis=2), [it])
-    q, k, v = (draft.draw(name, Linear(axis=2), [normed], BIRTHS) for name in "qkv")
-    scores = draft.draw("scores", Scores(2, 2), [q, k])
-    bias = draft.draw("bias", Scale("add", pixels=(6, 6)), [scores])
-    soft = draft.draw("soft", Module(), [bias])
-    made = draft.draw("made", Weigh(2, axis=2), [soft, v])
-    total = draft.draw("total", Zip("add", axis=2), [it, draft.draw("deep", Linear(axis=2), [made], BIRTHS)])
-    return draft.draw("turned", Rearrange.to_axis(draft.nodes[total], 1), [total])
+    flat = draft.enter("flat", Rearrange((0, 4), (0, 2, 1), (4, 0), axis=2), [stem])
+    more = draft.enter("more", Tokens(2, axis=2), [flat])
+    it = draft.enter("it", Scale("add", pixels=(6,), axis=2), [more])
+    normed = draft.enter("normed", LayerNorm(axis=2), [it])
+    q, k, v = (draft.enter(name, Linear(axis=2), [normed], BIRTHS) for name in "qkv")
+    scores = draft.enter("scores", Scores(2, 2), [q, k])
+    bias = draft.enter("bias", Scale("add", pixels=(6, 6)), [scores])
+    soft = draft.enter("soft", Module(), [bias])
+    made = draft.enter("made", Weigh(2, axis=2), [soft, v])
+    total = draft.enter("total", Zip("add", axis=2), [it, draft.enter("deep", Linear(axis=2), [made], BIRTHS)])
+    return draft.enter("turned", Rearrange.to_axis(draft.nodes[total], 1), [total])
 
 
 ATTENDING = Example(attending, given={"soft": nn.Softmax(-1)})
@@ -133,7 +133,7 @@ ATTENDING = Example(attending, given={"soft": nn.Softmax(-1)})
 
 def mixing_pixels(draft: Draft) -> str:
     stem = draft.conv("stem", "input", (2, 1, 2, 1))
-    return draft.draw("it", PixelLinear(6, 5), [stem])
+    return draft.enter("it", PixelLinear(6, 5), [stem])
 
 
 def mlp(draft: Draft) -> str:
