@@ -145,6 +145,12 @@ def test_a_checkpoint_is_not_run_again_for_its_inputs() -> None:
     assert int(stage[1].num_batches_tracked) == counted + 1  # type: ignore[arg-type]
 
 
+def test_a_report_keeps_no_graph() -> None:
+    net = make("two tasks")
+    report = Accumulator(net, OSGD(), mode="layers").backward(losses_of(net, *batch()))
+    assert report.gram is not None and not report.gram.requires_grad
+
+
 def test_micro_batches_have_rows() -> None:
     net = make("two tasks")
     rows = Accumulator(net, OSGD(), mode="layers")

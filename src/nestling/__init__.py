@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _ROOMS and __all__ against each other
     from nestling.errors import NestlingError
     from nestling.export.spec import Spec
-    from nestling.gradients.accumulate import Accumulator, backward
+    from nestling.gradients.accumulate import Accumulator
+    from nestling.gradients.call import backward
     from nestling.gradients.combiners import COMBINERS, OSGD, SGD, Damped, NormOSGD, NormSGD, PCGrad, SumSGD
     from nestling.gradients.combiners.greedy import Greedy
     from nestling.gradients.combiners.priority import from_deadlines
@@ -74,7 +75,8 @@ __all__ = [
 _ROOMS = {  # where each public name comes from
     "nestling.errors": ("NestlingError",),
     "nestling.export.spec": ("Spec",),
-    "nestling.gradients.accumulate": ("Accumulator", "backward"),
+    "nestling.gradients.accumulate": ("Accumulator",),
+    "nestling.gradients.call": ("backward",),
     "nestling.gradients.combiners": ("COMBINERS", "OSGD", "SGD", "Damped", "NormOSGD", "NormSGD", "PCGrad", "SumSGD"),
     "nestling.gradients.combiners.greedy": ("Greedy",),
     "nestling.gradients.combiners.priority": ("from_deadlines",),

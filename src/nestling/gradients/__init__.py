@@ -3,11 +3,12 @@
 `backward` is the whole of it for most users; `Accumulator` adds rows over micro-batches and combines once.
 """
 
-from nestling.gradients.accumulate import Accumulator, backward
+from nestling.gradients.accumulate import Accumulator
+from nestling.gradients.call import backward
 from nestling.gradients.contract import Blocks, Combiner, TaskRows
 from nestling.gradients.owners import SCOPES, Layout, Piece
 from nestling.gradients.rows import Rows
-from nestling.gradients.walks import owners_of
+from nestling.gradients.walks import owners_from, owners_of
 
 __all__ = [
     "SCOPES",
@@ -19,5 +20,6 @@ __all__ = [
     "Rows",
     "TaskRows",
     "backward",
+    "owners_from",
     "owners_of",
 ]

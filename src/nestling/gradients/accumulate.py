@@ -133,6 +133,8 @@ class Accumulator(Generic[R]):
         if self.scaler is not None:  # scaling a one tells the scale without asking the device
             step.scale = self.scaler.scale(torch.ones((), device=self.now.device))
             refuse_scaled(there, self.scaler)
+        if getattr(self.combine, "watches", False):
+            self.combine.see(step.values_of(losses))
         weights = self._weights(len(losses))
         step.broken = step.micro > 0  # until all went well; a first micro-batch that fails leaves nothing behind
         if weights is not None:
@@ -249,32 +251,3 @@ class Accumulator(Generic[R]):
         told = self.steps > 0 or not self.combine.owners_matter  # rows are looked at once, for stacks of heads
         here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")
         return whole and told and here
-
-
-def backward(
-    losses: Losses,
-    params: Params,
-    combine: Combiner[R],
-    *,
-    owners: Owners | None = None,
-    diagnose: bool = False,
-    reduce: "bool | dist.ProcessGroup" = True,
-    scaler: Scaler | None = None,
-    check: bool | None = None,
-    mode: str = "auto",
-    retain_graph: bool = False,
-) -> R:
-    """Combine the gradients of several losses into `.grad`: takes the place of `sum(losses).backward()`.
-
-    `losses`: one per task, or by name; None where a task is absent. `params`: a module or its parameters. The options are
-    those of Accumulator, which does the same with less planning per step, and `retain_graph` as torch's. Adds to `.grad` as
-    torch does, so call `optimizer.zero_grad()` as always.
-    """
-    known, names = arranged(losses, None)  # first: where the arguments are swapped, this says so
-    once = Accumulator(
-        params, combine, owners=owners, diagnose=diagnose, reduce=reduce, scaler=scaler, check=check, mode=mode
-    )
-    if names is not None:
-        combine.set_tasks(names)
-    once._add(known, final=True, retain_graph=retain_graph)
-    return once.fill()

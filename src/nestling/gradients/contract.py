@@ -87,6 +87,12 @@ class Combiner(Protocol[R_co]):
         """Tell the tasks' names, in the order of the losses; for those who may be told priorities by name."""
         return None
 
+    watches: bool = False  # whether it is told the values of the losses
+
+    def see(self, values: Tensor) -> None:
+        """Tell the values of this step's losses, (tasks,), their mean over the ranks; only to those who watch them."""
+        return None
+
     @property
     def owners_matter(self) -> bool:
         """Whether it matters who owns what, and not the rows' values alone; if not, nets compiled whole are fine."""

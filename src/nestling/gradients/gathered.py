@@ -52,6 +52,19 @@ class Gathered(Generic[R]):
         self.layers: list[WeightUse] = []  # whose weights have no rows
         self.scale: Tensor | None = None
 
+    def values_of(self, losses: Sequence[Tensor | None]) -> Tensor:
+        """The losses' values, (tasks,), their mean over the ranks; for methods that follow from them."""
+        there = [loss for loss in losses if loss is not None]
+        if self.micro or len(there) < len(losses):
+            raise NestlingError(
+                "this method follows from the losses' values: expected one micro-batch a step, with every task's loss"
+            )
+        values = torch.stack([loss.detach().reshape(()).double() for loss in there])
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+            values /= dist.get_world_size(self.group)
+        return values
+
     def add_rows(
         self, losses: Sequence[Tensor | None], statistics: Statistics, final: bool, retain_graph: bool
     ) -> None:

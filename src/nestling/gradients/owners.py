@@ -176,6 +176,11 @@ def from_owners(
     named: Sequence[tuple[str, Tensor]], owners: Mapping[str, Tensor] | Mapping[Tensor, Tensor], tasks: int
 ) -> Layout:
     """Pieces of the given element-wise owners. Keys are parameter names or the parameters themselves."""
+    if tasks > MOST_TASKS:
+        raise NestlingError(
+            f"found {tasks} losses with given owners: expected at most {MOST_TASKS}, a bit of an int64 each; leave owners out "
+            f"to find them from the graph"
+        )
     by_key: dict[str | int, Tensor] = {
         (key if isinstance(key, str) else id(key)): value for key, value in owners.items()
     }

@@ -149,7 +149,7 @@ def _inputs(node: Any) -> Tensor | None:
             )
     except (_Recomputed, RuntimeError):
         return None
-    return kept
+    return None if kept is None else kept.detach()
 
 
 def _options(node: Any) -> tuple[Any, ...]:

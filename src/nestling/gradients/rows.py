@@ -35,6 +35,9 @@ class LaidOutRows(TaskRows):
         return self.params[0].device
 
 
+MANY = 16  # tasks from which one product is cheaper than inner products two by two
+
+
 class Rows(LaidOutRows):
     """The gradients of all tasks at one step. A combiner asks for `gram` and answers with `write`."""
 
@@ -110,7 +113,12 @@ class Rows(LaidOutRows):
         dots: list[Tensor] = []
         for _, tasks, segments in todo.bins:
             wide = [self._flat(task, segments, scratch[task]) for task in tasks]
-            dots.extend(torch.dot(wide[i], wide[j]) for i in range(len(wide)) for j in range(i + 1))
+            if len(tasks) > MANY:
+                stacked = torch.stack(wide)
+                rows, columns = torch.tril_indices(len(tasks), len(tasks), device=self.device)
+                dots.extend((stacked @ stacked.T)[rows, columns].unbind())
+            else:
+                dots.extend(torch.dot(wide[i], wide[j]) for i in range(len(wide)) for j in range(i + 1))
         return torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.device)])
 
     def _part(self, task: int, segment: Segment) -> Tensor:

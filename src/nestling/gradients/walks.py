@@ -4,7 +4,7 @@ In come losses; out comes which parameters a loss reaches, and refusals of what 
 reentrant checkpoints, compiled parts that mix tasks, losses that were scaled twice.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +21,14 @@ SINK = "_DDPSinkBackward"  # DistributedDataParallel's: hands every output throu
 SCALARS = ("MulBackward0", "DivBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
-def reached(losses: Iterable[Tensor]) -> "dict[Node, set[int]]":
-    """Every node that the losses depend on, with the numbers of its outputs through which they do."""
+def reached(losses: Iterable[Tensor], stops: "Collection[Node | None]" = ()) -> "dict[Node, set[int]]":
+    """Every node that the losses depend on, with the numbers of its outputs through which they do. Goes no further than
+    to the nodes in `stops`."""
     seen: dict[Node, set[int]] = {}
     todo = [(loss.grad_fn, loss.output_nr) for loss in losses]
     while todo:
         node, output = todo.pop()
-        if node is None:
+        if node is None or node in stops:
             continue
         if node in seen and output in seen[node]:
             continue
@@ -47,6 +48,13 @@ def owners_of(losses: Sequence[Tensor], parameters: Iterable[tuple[str, Tensor]]
         name: torch.tensor(sum(1 << task for task, found in enumerate(leaves) if id(p) in found))
         for name, p in parameters
     }
+
+
+def owners_from(shared: Iterable[Tensor], tasks: Sequence[Iterable[Tensor]]) -> dict[Tensor, Tensor]:
+    """Owners as you say them: parameters that all tasks share, and those of each task alone; for `owners=`."""
+    every = torch.tensor((1 << len(tasks)) - 1)
+    own = {p: torch.tensor(1 << task) for task, params in enumerate(tasks) for p in params}
+    return {**own, **dict.fromkeys(shared, every)}
 
 
 def mixed(losses: Sequence[Tensor]) -> bool:

@@ -4,6 +4,7 @@ In come weights and Gram matrices; out come cosines, shares kept and flipped hea
 is asked for, and only `check` and `numbers` wait for the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -94,3 +95,22 @@ class Report:
             "kept": self.kept.tolist(),
             "flips": [] if self.weights is not None and self.private is None else self.flips.tolist(),
         }
+
+    def scalars(self, names: Sequence[str] | None = None) -> dict[str, float]:
+        """One number per name, for TensorBoard, Weights & Biases or `log_dict`: what is known of this step. `names`: of the
+        tasks. Waits for the device."""
+        tasks = self.weights if self.weights is not None else self._gram
+        called = [str(task) for task in range(tasks.shape[-1])] if names is None else list(names)
+        found: dict[str, float] = {}
+        if self.weights is not None:
+            for block, row in enumerate(self.weights.tolist()):
+                where = f"weight/{block}" if len(self.weights) > 1 else "weight"
+                found.update({f"{where}/{name}": value for name, value in zip(called, row, strict=True)})
+        if self.gram is not None:
+            found.update({f"norm/{name}": value for name, value in zip(called, self.norms.tolist(), strict=True)})
+            found.update({f"kept/{name}": value for name, value in zip(called, self.kept.tolist(), strict=True)})
+            cosines = self.cosines.tolist()
+            found.update(
+                {f"cosine/{a}/{b}": cosines[i][j] for i, a in enumerate(called) for j, b in enumerate(called[:i])}
+            )
+        return found

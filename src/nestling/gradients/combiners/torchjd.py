@@ -10,25 +10,36 @@ import torch
 from torch import Tensor
 from torchjd.aggregation import Aggregator, GramianWeightedAggregator, Weighting
 
+from nestling.errors import NestlingError
 from nestling.gradients import Blocks, Combiner, TaskRows
 from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.osgd import OSGD
+from nestling.gradients.combiners.solved import Solved
 
 
 class FromTorchJD(Combiner[Report]):
     """Rows to update by a TorchJD aggregator.
 
-    One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix.
+    One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix. `scope`, for
+    the former: what one aggregation is about; "shared" leaves heads alone, as torchjd.autojac.mtl_backward does.
     """
 
-    def __init__(self, aggregator: Aggregator) -> None:
+    def __init__(self, aggregator: Aggregator, scope: str = "all") -> None:
         self.aggregator = aggregator
+        self.scope = scope
+        if scope != "all" and not isinstance(aggregator, GramianWeightedAggregator):
+            raise NestlingError(
+                f"scope is {scope!r}, but {type(aggregator).__name__} needs whole rows: expected scope='all', or an aggregator "
+                f"that the Gram matrix is enough for"
+            )
 
     @property
     def owners_matter(self) -> bool:
-        return False
+        return self.scope in ("shared", "block")
 
     def __call__(self, rows: TaskRows) -> Report:
+        if self.scope != "all":
+            return _Scoped(self.aggregator, self.scope)(rows)
         gram = rows.gram()
         private = rows.blocks("all").private if rows.certain else None
         if isinstance(self.aggregator, GramianWeightedAggregator):
@@ -37,6 +48,21 @@ class FromTorchJD(Combiner[Report]):
             return Report(weights=weights, gram=gram, private=private)
         rows.write_vector(rows.agreed(self.aggregator(rows.matrix())))
         return Report(weights=None, gram=gram, private=private)
+
+
+class _Scoped(Solved):
+    """One aggregation per block."""
+
+    random = True  # some draw by chance: ranks take the first one's
+
+    def __init__(self, aggregator: Aggregator, scope: str) -> None:
+        super().__init__(scope)
+        assert isinstance(aggregator, GramianWeightedAggregator)
+        self.weighting = aggregator.gramian_weighting
+
+    def solve(self, gram: Tensor) -> Tensor:
+        found: Tensor = self.weighting(gram)
+        return found
 
 
 class OSGDWeighting(Weighting[Tensor]):
