@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import nestling
 from nestling.errors import NestlingError
-from nestling.nets import plan
+from nestling.nets import build, plan
 from nestling.nets.extended import Extended
 from nestling.nets.keep import keep
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, override
 from nestling.train import train
+from nestling.train.kept import copies
 
 IMAGE = (3, 16, 16)
 
@@ -295,6 +296,25 @@ def test_a_run_keeps_the_network_of_another(dense: Path, tmp_path: Path, strateg
     assert isinstance(net, Extended) and all(torch.equal(net.state_dict()[key], own[key]) for key in own)
     first, last = ([line["train_loss"] for line in run.read_log()][at] for at in (0, -1))
     assert len(first) == 3 and last[0] < first[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "shares"),
+    [("width-digits", 3, (1 / 4, 1 / 4)), ("depth-digits", 3, (1 / 4, 1 / 2)), ("together-digits", 3, (1 / 8,))],
+)
+def test_a_runs_early_stages_start_as_copies(name: str, last: int, shares: tuple[float, ...]) -> None:
+    """The early stages of a drawn network and those that were cut out of the kept one do the same."""
+    own = build(NetworkRecipe(name, alone=last), generator=torch.Generator().manual_seed(1))
+    for layer in own.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.weight.data.uniform_(0.5, 1.5)
+            layer.running_mean.normal_(0, 0.1)  # type: ignore[union-attr]
+            layer.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+    net = build(NetworkRecipe(name, early=shares, keep="run")).eval()
+    net.load_state_dict({**net.state_dict(), **own.state_dict(), **copies(net, own, shares)})
+    cut, x = keep(own.eval(), shares, (1, 8, 8)).eval(), torch.randn(4, 1, 8, 8)
+    for mine, theirs in zip(net(x), cut(x), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) and mine.std() > 0
 
 
 def test_a_stopped_run_goes_on_without_the_one_it_keeps(dense: Path, tmp_path: Path) -> None:
