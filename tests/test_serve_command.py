@@ -38,7 +38,7 @@ class Process:
         for line in self.process.stderr:
             self.said.append(json.loads(line) if line.startswith("{") else {"event": "text", "text": line})
 
-    def event(self, name: str, seconds: float = 30) -> dict[str, Any]:
+    def event(self, name: str, seconds: float = 120) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             for each in self.said:
@@ -78,7 +78,7 @@ def start() -> Iterator[Callable[..., Process]]:
 def test_it_is_ready_soon_answers_and_ends_by_sigterm(start: Callable[..., Process]) -> None:
     server = start(NAME, f"second={SHIPPED / 'depth-sparse98-cifar10'}", "--log-requests")
     assert server.ready["networks"] == [NAME, "second"] and server.ready["http"].startswith("http://127.0.0.1:")
-    assert server.ready["seconds"] < 20, "on a quiet machine under 5"
+    assert server.ready["cpu_seconds"] < 10, "a machine that does nothing else is ready in under 5 s"
     for name, stages in ((NAME, 3), ("second", 4)):
         status, said = server.ask(infer_json(), name=name)
         assert status == 200 and said["parameters"]["stage"] == stages

@@ -121,7 +121,8 @@ def ready(listener: "Sockets", server: "Server", began: float) -> dict[str, Any]
     found: dict[str, Any] = {"event": "ready", "http": f"{scheme}://{place.host}:{ports['http']}"}
     if "grpc" in ports:
         found["grpc"] = f"{place.host}:{ports['grpc']}"
-    return {**found, "networks": list(server.models), "seconds": round(time.monotonic() - began, 2)}
+    took = {"seconds": round(time.monotonic() - began, 2), "cpu_seconds": round(time.process_time(), 2)}
+    return {**found, "networks": list(server.models), **took}
 
 
 async def watch(server: "Server", seconds: float) -> None:

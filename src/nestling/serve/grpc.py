@@ -14,7 +14,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from nestling import __version__
-from nestling.runtime.promise import Margin
 from nestling.serve.messages import CLASSES, PACKAGE
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
@@ -32,7 +31,7 @@ class Inference:
     """GRPCInferenceService."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.margin = service, Margin()
+        self.service = service
 
     def handler(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Method] = {
@@ -87,7 +86,7 @@ class Inference:
     async def model_infer(self, message: Any, context: Context) -> Any:
         began = self.service.server.clock()
         model, asked = self.understood(message, context)
-        request = self.service.begin(model, asked, began, self.margin)
+        request = self.service.begin(model, asked, began)
         status = 499  # where the client cancels
         try:
             async for _ in request.each_stage_async():
@@ -143,7 +142,7 @@ class Inference:
             message = parsed("ModelInferRequest", raw)
             name = message.id
             model, asked = self.understood(message, context)
-            request = self.service.begin(model, asked, began, self.margin, every=True)
+            request = self.service.begin(model, asked, began, every=True)
             told = False
             async for stage in request.each_stage_async():
                 told = last = request.over and stage == request.stage

@@ -24,7 +24,6 @@ from nestling import __version__
 from nestling.data.picture_file import Unreadable, fitted
 from nestling.errors import NestlingError
 from nestling.runtime.inputs import short
-from nestling.runtime.promise import Margin
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
 from nestling.serve.request import ServedRequest
@@ -106,7 +105,7 @@ class Infer:
     """POST /v2/models/NAME/infer."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.margin = service, Margin()
+        self.service = service
         self.reading = asyncio.Semaphore(AT_A_TIME)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,7 +118,7 @@ class Infer:
             asked = await self.understood(model, headers, body, scope)
             asked.limit = header_limit(headers)
             events = EVENTS in headers.get("accept", "")
-            request = service.begin(model, asked, began, self.margin, every=events)
+            request = service.begin(model, asked, began, every=events)
         except Refusal as refusal:
             return await refused(refusal)(scope, receive, send)
         watching = asyncio.ensure_future(until_gone(receive, request))

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nestling.errors import NestlingError
+from nestling.runtime.prompt import Promptly
 from nestling.serve.grpc import listening
 from nestling.serve.service import Service
 
@@ -96,7 +97,10 @@ class Sockets:
             self.ports["http"] = self.http.servers[0].sockets[0].getsockname()[1]
             async with self.also():
                 started(self)
-                await serving
+                beating = asyncio.ensure_future(self.service.way.beat())
+                with Promptly():  # the stages' thread would keep this one from the processor, a slice at a time
+                    await serving
+                beating.cancel()
         finally:
             self.service.ending = True
 

@@ -15,7 +15,6 @@ import numpy as np
 from nestling.errors import NestlingError
 from nestling.runtime.answer import Answer
 from nestling.runtime.inputs import short
-from nestling.runtime.promise import Margin
 from nestling.serve.metrics import Metrics
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
@@ -24,6 +23,7 @@ from nestling.serve.scheduler import Full
 from nestling.serve.server import Server
 from nestling.serve.stages import Closed
 from nestling.serve.tensors import Tensor
+from nestling.serve.way import Way
 
 INPUT = "input"
 LONGEST = 10.0  # seconds: deadlines are at most this, and so is the time in which the server ends
@@ -115,6 +115,7 @@ class Service:
         """`token`: what clients must send as `Authorization: Bearer TOKEN`; "" = nothing. `log` is told of every request."""
         self.server, self.log, self.token, self.longest, self.most_bytes = server, log, token, longest, most_bytes
         self.metrics = metrics or Metrics(server)
+        self.way = Way(server.clock)  # one event loop serves all clients
         self.ending = False
 
     def authorise(self, header: str | None) -> None:
@@ -129,7 +130,7 @@ class Service:
         except NestlingError as error:
             raise Refusal("not here", str(error)) from error
 
-    def begin(self, model: Model, asked: Asked, began: float, margin: Margin, every: bool = False) -> ServedRequest:
+    def begin(self, model: Model, asked: Asked, began: float, every: bool = False) -> ServedRequest:
         """Submit what was asked for; `began` is when that came in."""
         if self.ending:
             raise Refusal("ending", "this server is ending; ask another one, or this one again when it is back")
@@ -142,13 +143,13 @@ class Service:
             if isinstance(token, str) and token:
                 if asked.images is not None:
                     raise Refusal("wrong", "found images and a token to refine with; send one of them")
-                return model.more(token, limit, margin, began).submit(every)
+                return model.more(token, limit, self.way, began).submit(every)
             if not isinstance(token, bool) or asked.images is None:
                 raise Refusal(
                     "wrong", f"found no {INPUT} and refine={short(token)}; send images, or a token of a reply"
                 )
             images = asked.images[None] if asked.images.ndim == 3 else asked.images
-            return model.ask(images, limit, confident, margin, began).submit(every)
+            return model.ask(images, limit, confident, self.way, began).submit(every)
         except (Refusal, Full) as error:
             self.metrics.refused(model.name)
             if isinstance(error, Closed):
