@@ -4,8 +4,8 @@
 
 Rates are 0.5, 1, 2 and 4 times what the full network alone answers at most behind the same server; deadline 20 ms.
 nest: width-resnet42-cifar10. full: the independent network of its last stage's size. chooser: three independent networks, of
-which each request gets the largest that is expected in time, by the work that waits. Right: true labels for the nest, 1 - error of
-the network that answered for the others. Each server is a process of its own; the clients' process shares the machine.
+which each request gets the largest that is expected in time, by the work that waits. Right: by labels for the nest, for the
+others 1 - error of the network that answered. Each server is a process of its own; the clients' process shares the machine.
 """
 
 import argparse

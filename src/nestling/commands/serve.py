@@ -68,6 +68,7 @@ def command(
         from nestling.serve.http import application
         from nestling.serve.listen import Place, Sockets
         from nestling.serve.service import Service
+        from nestling.serve.trypage import TryPage
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestling"):
             raise
@@ -83,7 +84,7 @@ def command(
         service = Service(
             server, log=say if log_requests else None, token=token, longest=longest, most_bytes=body_mb * 2**20
         )
-        listener = Sockets(service, application(service), place)
+        listener = Sockets(service, application(service, TryPage(service).routes() if page else ()), place)
         sys.setswitchinterval(SWITCHING)
         gc.collect()
         gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again

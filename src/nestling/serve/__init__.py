@@ -3,5 +3,5 @@
 scheduler.py decides which images go through which stage next; stages.py runs that in a thread; model.py is one network under
 a name, request.py who waits for it, and server.py all of them, for Python: nestling.Server. Behind sockets (the extra
 `serve`): service.py is what the protocols share, http.py and grpc.py speak them, with tensors.py and messages.py, listen.py
-listens, metrics.py counts.
+listens, way.py knows what the way takes, metrics.py counts, openapi.py describes, trypage.py is the page at /.
 """

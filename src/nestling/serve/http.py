@@ -24,6 +24,7 @@ from nestling import __version__
 from nestling.data.picture_file import Unreadable, fitted
 from nestling.errors import NestlingError
 from nestling.runtime.inputs import short
+from nestling.serve import openapi
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
 from nestling.serve.request import ServedRequest
@@ -81,7 +82,11 @@ def application(service: Service, more: Sequence[Route] = ()) -> Starlette:
             Route(f"{path}/ready", told(model_ready)),
             Route(f"{path}/infer", infer, methods=["POST"]),
         ]
-    routes += [Route("/metrics", told(metrics)), *more]
+
+    async def described(request: Request) -> Response:
+        return JSONResponse(openapi.document())
+
+    routes += [Route("/metrics", told(metrics)), Route("/openapi.json", described), *more]
     return Starlette(routes=routes, exception_handlers={HTTPException: not_found, Exception: broken})
 
 

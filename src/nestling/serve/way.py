@@ -1,8 +1,8 @@
 """The margin before a deadline: what the way to and from a client takes, as far as a server can measure it.
 
 Two parts: from when an answer is due until it is on its way, kept by feedback (runtime.promise.Margin); and what the server does
-not see, a request that waits to be read and a reply that waits to be sent. How late the event loop's own timers are tells how long
-that takes: twice that, there and back, is taken off, too.
+not see, a request that waits to be read and a reply that waits to be sent. How late the event loop's own timers are tells how
+long that takes: twice that, there and back, is taken off, too.
 """
 
 import asyncio

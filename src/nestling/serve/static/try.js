@@ -1,0 +1,205 @@
+"use strict";
+// The page at /: asks about a picture and shows every stage's answer as it comes. Nothing is fetched from elsewhere.
+const $ = name => document.getElementById(name);
+const shown = 3, points = 60, period = 1000;
+let models = [], asked = 0, last = null, history = [], stream = null;
+
+function headers(more) {
+  const token = sessionStorage.getItem("nestling-token");
+  return token ? { ...more, Authorization: `Bearer ${token}` } : more;
+}
+async function get(path, options = {}) {
+  const reply = await fetch(path, { ...options, headers: headers(options.headers || {}) });
+  if (reply.status === 401) $("token-row").hidden = false;
+  if (!reply.ok) throw new Error((await reply.json().catch(() => ({ error: reply.statusText }))).error);
+  return reply;
+}
+const model = () => models.find(each => each.name === $("model").value);
+const deadline = () => Math.round(10 * 10 ** (Number($("deadline").value) / 43.5)) / 10; // 1 to 199 ms
+const tone = stage => `tone${Math.min(stage, 6)}`;
+
+function make(kind, text = "", name = "") {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  made.className = name;
+  return made;
+}
+
+async function begin() {
+  models = await (await get("try/models")).json();
+  $("token-row").hidden = true;
+  $("model").replaceChildren(...models.map(each => new Option(each.name)));
+  await choose();
+}
+async function choose() {
+  history = [];
+  const legend = ["no answer", ...model().sizes.map((size, place) => `stage ${place + 1} (${size})`)];
+  $("legend").replaceChildren(...legend.map((text, stage) => {
+    const entry = make("span", text);
+    entry.prepend(make("i", "", tone(stage)));
+    return entry;
+  }));
+  const samples = await (await get(`try/samples/${encodeURIComponent(model().name)}`)).json();
+  $("samples").replaceChildren(...samples.map(sample => {
+    const button = make("button"), image = make("img");
+    button.type = "button";
+    button.setAttribute("aria-pressed", "false");
+    image.src = sample.picture;
+    image.alt = sample.name;
+    button.append(image);
+    button.onclick = async () => {
+      for (const other of $("samples").children) other.setAttribute("aria-pressed", String(other === button));
+      ask(await (await fetch(sample.picture)).blob(), `A picture of: ${sample.name}`);
+    };
+    return button;
+  }));
+  $("samples-title").hidden = !samples.length;
+}
+
+function row(reply) {
+  const names = model().classes, said = Object.fromEntries(reply.outputs.map(each => [each.name, each.data]));
+  const stage = reply.parameters.stage, entry = make("li", "", tone(stage));
+  const title = `Stage ${stage} (${model().sizes[stage - 1]}) after ${reply.parameters.elapsed_ms.toFixed(1)} ms: ${said.class[0]}`;
+  entry.append(make("strong", title));
+  const best = said.probabilities.map((value, place) => [value, names[place]]).sort((a, b) => b[0] - a[0]).slice(0, shown);
+  for (const [value, name] of best) {
+    const bar = make("div", "", "bar"), track = make("span", "", "track"), fill = make("span", "", "fill");
+    fill.style.width = `${100 * value}%`;
+    track.append(fill);
+    bar.append(make("span", name), track, make("span", `${(100 * value).toFixed(1)} %`));
+    entry.append(bar);
+  }
+  return entry;
+}
+
+async function ask(blob, alt) {
+  const mine = ++asked, limit = deadline();
+  last = [blob, alt];
+  if (stream) stream.abort();
+  stream = new AbortController();
+  URL.revokeObjectURL($("picture").src);
+  $("picture").src = URL.createObjectURL(blob);
+  $("picture").alt = alt;
+  $("picture").hidden = false;
+  $("stages").replaceChildren();
+  $("ordinary").textContent = "";
+  let answer = null;
+  try {
+    const path = `v2/models/${encodeURIComponent(model().name)}/infer`;
+    const options = { method: "POST", body: blob, signal: stream.signal };
+    options.headers = { Accept: "text/event-stream", "Content-Type": blob.type, "Nestling-Deadline-Ms": String(limit) };
+    const reply = await get(path, options), reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = "", part; !(part = await reader.read()).done;) {
+      text += part.value;
+      for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+        const message = text.slice(0, end), found = JSON.parse(message.slice(message.indexOf("data: ") + 6));
+        if (mine !== asked) return;
+        if (found.error) throw new Error(found.error);
+        answer = found;
+        $("stages").append(row(found));
+      }
+    }
+    if (mine !== asked || !answer) return;
+    const said = answer.outputs.find(each => each.name === "class").data[0], at = answer.parameters;
+    const end = at.final ? "and nothing better can come" : "the best there was by the deadline";
+    $("verdict").textContent = `${said}, ${(100 * at.confidence).toFixed(0)} % sure: stage ${at.stage} of ${model().sizes.length} after ${at.elapsed_ms.toFixed(1)} ms, ${end} (${limit} ms).`;
+    $("verdict").className = "";
+  } catch (error) {
+    if (error.name === "AbortError" || mine !== asked) return;
+    $("verdict").textContent = error.message;
+    $("verdict").className = "bad";
+  }
+  const all = answer && answer.parameters.stage === model().sizes.length;
+  $("ordinary").textContent = all
+    ? `A network that answers only at its end, as ordinary ones do, had said nothing before ${answer.parameters.elapsed_ms.toFixed(1)} ms.`
+    : `A network that answers only at its end, as ordinary ones do, had said nothing by then.`;
+}
+
+function chart(found) {
+  history.push(found);
+  history = history.slice(-points);
+  const width = 600 / points, parts = [];
+  history.forEach((each, index) => {
+    const place = points - history.length + index;
+    let top = 160;
+    each.stages.forEach((count, stage) => {
+      const height = each.requests ? 160 * count / each.requests : 0;
+      if (!height) return;
+      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      const at = { x: place * width, y: top -= height, width: width - 1, height };
+      for (const [name, value] of Object.entries(at)) bar.setAttribute(name, value.toFixed(2));
+      bar.setAttribute("class", tone(stage));
+      parts.push(bar);
+    });
+  });
+  $("chart").replaceChildren($("chart").querySelector("title"), ...parts);
+  const rate = (found.requests / found.seconds).toFixed(1);
+  $("load").textContent = found.requests
+    ? `${rate} requests a second in the last ${found.seconds} s; half of them took at most ${found.median_ms.toFixed(1)} ms, 99 of 100 at most ${found.p99_ms.toFixed(1)} ms; ${found.late} came late.`
+    : `No requests in the last ${found.seconds} s.`;
+}
+async function look() {
+  try {
+    if (models.length && !document.hidden) chart(await (await get(`try/summary/${encodeURIComponent(model().name)}`)).json());
+  } catch { $("load").textContent = "The server does not answer."; }
+  setTimeout(look, period);
+}
+
+// --- own pictures ----------------------------------------------------------------------------------------------------
+const paper = $("paper"), pen = paper.getContext("2d"), video = $("video");
+let drawing = false;
+function wipe() { pen.fillStyle = "#fff"; pen.fillRect(0, 0, paper.width, paper.height); }
+function close() {
+  for (const track of video.srcObject ? video.srcObject.getTracks() : []) track.stop();
+  video.srcObject = null;
+  $("studio").hidden = video.hidden = paper.hidden = true;
+}
+function open(element) {
+  close();
+  $("studio").hidden = element.hidden = false;
+  $("clear").hidden = element !== paper;
+  $("take").focus();
+}
+$("draw").onclick = () => { open(paper); wipe(); };
+$("camera").onclick = async () => {
+  try {
+    const camera = await navigator.mediaDevices.getUserMedia({ video: true });
+    open(video);
+    video.srcObject = camera;
+    await video.play();
+  } catch (error) { $("verdict").textContent = `No camera: ${error.message}`; }
+};
+paper.onpointerdown = event => { drawing = true; paper.setPointerCapture(event.pointerId); pen.beginPath(); stroke(event); };
+paper.onpointermove = event => { if (drawing) stroke(event); };
+paper.onpointerup = () => { drawing = false; };
+function stroke(event) {
+  const box = paper.getBoundingClientRect(), scale = paper.width / box.width;
+  pen.lineWidth = 18;
+  pen.lineCap = pen.lineJoin = "round";
+  pen.lineTo((event.clientX - box.left) * scale, (event.clientY - box.top) * scale);
+  pen.stroke();
+}
+$("clear").onclick = wipe;
+$("close").onclick = close;
+$("take").onclick = () => {
+  if (!video.hidden) {
+    const side = Math.min(video.videoWidth, video.videoHeight);
+    const left = (video.videoWidth - side) / 2, top = (video.videoHeight - side) / 2;
+    pen.drawImage(video, left, top, side, side, 0, 0, paper.width, paper.height);
+  }
+  paper.toBlob(blob => ask(blob, "Your own picture"), "image/png");
+};
+$("file").onchange = () => { if ($("file").files[0]) ask($("file").files[0], $("file").files[0].name); };
+
+$("model").onchange = () => choose();
+$("deadline").oninput = () => { $("deadline-text").value = `${deadline()} ms`; };
+$("deadline").onchange = () => { if (last) ask(...last); };
+$("token-row").onsubmit = event => {
+  event.preventDefault();
+  sessionStorage.setItem("nestling-token", $("token").value);
+  begin();
+};
+$("busy").onchange = () => get(`try/busy/${encodeURIComponent(model().name)}?on=${$("busy").checked}`, { method: "POST" })
+  .catch(error => { $("verdict").textContent = error.message; });
+$("deadline").oninput();
+begin().then(look, error => { $("verdict").textContent = error.message; look(); });

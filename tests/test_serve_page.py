@@ -1,0 +1,149 @@
+"""The server's page in a real Chromium: a picture chosen by keyboard, answers improving, the deadline kept, nothing complains."""
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_browser import FLAGS
+
+pytest.importorskip("uvicorn")
+
+from nestling.serve.http import application
+from nestling.serve.listen import Place, Sockets
+from nestling.serve.server import Server
+from nestling.serve.service import Service
+from nestling.serve.trypage import TryPage
+
+NAME = "width-resnet42-cifar10"
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with Server(NAME, device="cpu") as server:
+        service, loop, started = Service(server), asyncio.new_event_loop(), threading.Event()
+        sockets = Sockets(service, application(service, TryPage(service).routes()), Place(http=0))
+        living = threading.Thread(target=lambda: loop.run_until_complete(sockets.run(lambda _: started.set())))
+        living.start()
+        assert started.wait(30)
+        yield f"http://127.0.0.1:{sockets.ports['http']}/"
+        loop.call_soon_threadsafe(sockets.end)
+        living.join(30)
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: browser tests skipped")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield started
+        started.close()
+
+
+class Opened:
+    """The page, what it asked for and what it complained about."""
+
+    def __init__(self, browser: Any, address: str, scheme: str = "light", width: int = 1280) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.asked, self.complaints = list[str](), list[str]()
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(address)
+        self.page.wait_for_selector("#samples button", timeout=30_000)
+
+    def deadline(self, place: int) -> None:
+        self.page.locator("#deadline").evaluate(
+            "(e, v) => { e.value = v; e.dispatchEvent(new Event('input')); e.dispatchEvent(new Event('change')) }",
+            place,
+        )
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Any]:
+    made: list[Opened] = []
+
+    def open_page(scheme: str = "light", width: int = 1280) -> Opened:
+        made.append(Opened(browser, address, scheme, width))
+        return made[-1]
+
+    yield open_page
+    for each in made:
+        each.context.close()
+
+
+def test_a_picture_chosen_by_keyboard_is_answered_stage_by_stage(opened: Any, address: str) -> None:
+    found = opened()
+    page = found.page
+    found.deadline(100)
+    page.locator("#model").focus()
+    for _ in range(3):  # the deadline, the switch, the first picture
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.parentElement.id") == "samples"
+    page.keyboard.press("Enter")
+    page.locator("#stages li").nth(2).wait_for(timeout=30_000)
+    titles = page.locator("#stages strong").all_inner_texts()
+    assert [title.split(" ")[1] for title in titles] == ["1", "2", "3"]
+    times = [float(title.split("after ")[1].split(" ms")[0]) for title in titles]
+    assert times == sorted(times)
+    page.locator("#verdict", has_text="stage 3 of 3").wait_for(timeout=30_000)
+    assert page.locator("#stages .bar").count() == 9
+    assert "had said nothing before" in page.locator("#ordinary").inner_text()
+    assert all(url.startswith((address, "data:", "blob:")) for url in found.asked), "nothing comes from elsewhere"
+    assert found.complaints == []
+
+
+def test_a_short_deadline_gives_fewer_stages_or_says_that_there_is_no_answer(opened: Any) -> None:
+    found = opened()
+    found.deadline(100)
+    found.page.locator("#samples button").first.click()
+    found.page.locator("#verdict", has_text="sure").wait_for(timeout=30_000)
+    found.deadline(0)  # 1 ms
+    found.page.locator("#verdict", has_text="no stage").wait_for(timeout=30_000)
+    assert "nothing by then" in found.page.locator("#ordinary").inner_text()
+
+
+def test_own_pictures_from_disk_and_drawn(opened: Any, tmp_path: Path) -> None:
+    found = opened()
+    found.deadline(100)
+    file = tmp_path / "mine.png"
+    Image.fromarray(np.full((64, 48, 3), 200, np.uint8)).save(file)
+    found.page.locator("#file").set_input_files(str(file))
+    found.page.locator("#stages li").nth(2).wait_for(timeout=30_000)
+    assert found.page.locator("#picture").get_attribute("alt") == "mine.png"
+    found.page.locator("#draw").click()
+    box = found.page.locator("#paper").bounding_box()
+    found.page.mouse.move(box["x"] + 40, box["y"] + 40)
+    found.page.mouse.down()
+    found.page.mouse.move(box["x"] + 150, box["y"] + 150)
+    found.page.mouse.up()
+    found.page.locator("#take").click()
+    found.page.locator("#picture[alt='Your own picture']").wait_for(timeout=30_000)
+    found.page.locator("#stages li").nth(2).wait_for(timeout=30_000)
+    assert found.complaints == []
+
+
+def test_the_switch_makes_load_that_the_chart_shows(opened: Any) -> None:
+    page = opened().page
+    page.locator("#busy").check()
+    page.locator("#chart rect").nth(2).wait_for(state="attached", timeout=30_000)
+    page.locator("#busy").uncheck()
+    assert "requests a second" in page.locator("#load").inner_text()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+def test_light_dark_and_on_a_phone(opened: Any, scheme: str, width: int, tmp_path: Path) -> None:
+    page = opened(scheme, width).page
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(int(part) for part in colour[4:-1].split(",")[:3]) / 3
+    assert (light > 200) == (scheme == "light")
+    shot = Image.open(io.BytesIO(page.screenshot()))
+    assert len(shot.convert("RGB").getcolors(2**20) or []) > 50, "something is drawn"
