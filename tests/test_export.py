@@ -82,7 +82,7 @@ def by_torch(stages: tuple[Frozen, ...], x: Tensor) -> list[Tensor]:
 def by_onnx(net: NestedNet, stages: tuple[Frozen, ...], x: Tensor, batch: int = 3) -> list[Tensor]:
     known = shapes(net, stages)
     graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
-    engine = OnnxEngine(graphs, known, known[stages[0].head][0])
+    engine = OnnxEngine(graphs, known, known[stages[0].head])
     return [torch.from_numpy(logits) for logits in verified.run_all(engine, x.numpy(), batch)]
 
 

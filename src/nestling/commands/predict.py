@@ -55,6 +55,10 @@ def command(
     for problem in problems.values():  # before anything that takes time
         say(problem)
     with Runtime(resolve(run, build) if build else run, device, engine, threads) as runtime:
+        if len(runtime.spec.shape) != 3:
+            raise NestlingError(
+                f"{run} takes inputs of shape {runtime.spec.shape}, which are no pictures; ask nestling.Runtime in Python"
+            )
         if loss >= 0:
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
@@ -99,7 +103,8 @@ def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]
     except ImportError as error:
         raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
     try:
-        x = fitted(path, runtime.spec.shape)
+        channels, height, width = runtime.spec.shape
+        x = fitted(path, (channels, height, width))
     except Unreadable as error:
         problem = f"{path} cannot be read as a picture ({error})"
         say(problem)
@@ -119,6 +124,9 @@ def show(result: dict[str, Any]) -> Group:
         table = Table(box=None, padding=(0, 1), show_header=False)
         for row in image["stages"]:
             stage, mark = f"stage {row['stage']} {row['size']}", "*" if row is image["stages"][-1] else " "
+            if "output" in row:
+                table.add_row(mark, stage, f"{row['ms']:.2f} ms", f"output of shape {shape_of(row['output'])}")
+                continue
             table.add_row(
                 mark, stage, f"{row['ms']:.2f} ms", row["class"], f"{100 * row['probability']:.1f} %", bar(row)
             )
@@ -126,6 +134,11 @@ def show(result: dict[str, Any]) -> Group:
             table.add_row("  no answer: no stage was done by the deadline")
         tables.append(table)
     return Group(*tables)
+
+
+def shape_of(output: Any) -> tuple[int, ...]:
+    """The shape of lists in lists."""
+    return (len(output), *shape_of(output[0])) if isinstance(output, list) and output else ()
 
 
 def bar(row: dict[str, Any]) -> Text:

@@ -27,19 +27,29 @@ class Spec:
     """A network's input shape, classes, normalisation, sizes, prior and errors: what a runtime must know of it."""
 
     name: str
-    shape: tuple[int, int, int]  # C,H,W
-    classes: tuple[str, ...]
+    shape: tuple[int, ...]  # of one input: C,H,W of an image, C,L of a sequence
+    classes: tuple[str, ...]  # empty where the answers are no classes
     sizes: tuple[str, ...]  # one per stage
     mean: tuple[float, ...] = ()  # per channel, of [0,1] pixels; empty: uint8 images are not accepted
     std: tuple[float, ...] = ()
     prior: tuple[float, ...] = ()  # probability of each class before looking; empty = equal
     errors: tuple[float, ...] = ()  # expected error of each stage, a fraction; empty = not known
+    output: tuple[
+        int, ...
+    ] = ()  # the shape of one answer that is no row of class scores, such as classes,H,W of a mask
 
     def __post_init__(self) -> None:
-        sides_of(self.shape, f"{self.name}: the shape", 3)
+        if not self.shape:
+            raise NestlingError(f"{self.name}: the shape is empty; expected that of one input, such as (3, 32, 32)")
+        sides_of(self.shape, f"{self.name}: the shape")
+        sides_of(self.output, f"{self.name}: the output")
         channels, classes, stages = self.shape[0], len(self.classes), len(self.sizes)
-        if not classes or not stages:
+        if not (classes or self.output) or not stages:
             raise NestlingError(f"{self.name}: {classes} classes and {stages} stages are no network")
+        if self.output and classes not in (0, self.output[0]):
+            raise NestlingError(
+                f"{self.name}: {classes} class names for answers of shape {self.output}; name each, or none"
+            )
         for text in (self.name, *self.classes, *self.sizes):
             if not isinstance(text, str) or "\0" in text:
                 raise NestlingError(f"{self.name!r}: {text!r} is no name; expected text without NUL")
@@ -62,6 +72,11 @@ class Spec:
     def stages(self) -> int:
         return len(self.sizes)
 
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The shape of one answer: a score for each class, or what `output` says."""
+        return self.output or (len(self.classes),)
+
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
@@ -73,11 +88,10 @@ def from_dict(found: Mapping[str, Any]) -> Spec:
         return tuple(float(value) for value in found.get(key, ()))
 
     try:
-        channels, height, width = found["shape"]
-        classes, sizes = (tuple(found[key]) for key in ("classes", "sizes"))
+        shape, classes, sizes = (tuple(found[key]) for key in ("shape", "classes", "sizes"))
         return Spec(
-            found["name"], (channels, height, width), classes, sizes,
-            numbers("mean"), numbers("std"), numbers("prior"), numbers("errors"),
+            found["name"], shape, classes, sizes,
+            numbers("mean"), numbers("std"), numbers("prior"), numbers("errors"), tuple(found.get("output", ())),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise NestlingError(f"this does not describe a network ({type(error).__name__}: {error})") from error

@@ -66,7 +66,7 @@ def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device
             [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages],
             known,
         )
-        return OnnxEngine(*found, known[stages[0].head][0], threads)
+        return OnnxEngine(*found, known[stages[0].head], threads)
 
     first = run(net, stages)
     if len(stages) == 1 or any(map(must_trace, stages)):  # tracing takes half a minute

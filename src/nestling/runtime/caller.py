@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
-from nestling.runtime.answer import Answer, softmax
+from nestling.runtime.answer import Answer, told
 from nestling.runtime.beginning import Beginnings
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
@@ -58,7 +58,8 @@ class Anytime:
         self._promises: dict[float | None, Promise] = {}
         self._forming = 10e-6  # seconds to make one Answer of a batch
         self.intake = Intake(spec)
-        prior = np.array(spec.prior or [1 / len(spec.classes)] * len(spec.classes), np.float32)
+        count = 0 if spec.output else len(spec.classes)
+        prior = np.array((spec.prior or [1 / count] * count) if count else [], np.float32)
         self.prior: Floats = prior
         self.thresholds: tuple[float, ...] = ()
         self._warned = False  # of a deadline that is far too long
@@ -97,7 +98,7 @@ class Anytime:
         if self.engine.jumps:
             first = self.beginnings.best(limit) if limit < inf else self.spec.stages
             trace = straight_to(first, trace, self.pace.jumps[first - 1].base)
-        forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max()), self.worker.recent, first)
+        forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max(initial=0.0)), self.worker.recent, first)
         shares = forecast.shares(self._promise(LATE).timer.looks(limit), self.pace.slowdown)
         return [float(share) for share in shares], float(shares @ forecast.errors) if self.spec.errors else None
 
@@ -284,6 +285,10 @@ class Anytime:
         )
 
     def _check_thresholds(self, confident: Sure) -> tuple[float, ...]:
+        if confident is not None and self.spec.output:
+            raise NestlingError(
+                f"{self.spec.name} answers with no classes, so none is more or less sure; leave out confident"
+            )
         if confident is None:
             return self.thresholds
         try:
@@ -309,11 +314,9 @@ class Anytime:
             raise NestlingError(f"stage {image.best[0] + 1} of {self.spec.name} failed: {image.error}") from image.error
         final = image.final if news is None else news.final  # read before the logits: they may only be newer
         stage, logits = image.best if news is None else (news.stage, news.logits)
-        label = int((self.prior if logits is None else logits).argmax())
-        probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
-        name, size = (self.spec.classes[label], self.spec.sizes[stage - 1]) if stage else ("", "")
+        label, name, size, probabilities = told(self.spec, self.prior, stage, logits)
         refine = partial(self._refine, image)
-        return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine)
+        return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine, logits)
 
     def __enter__(self) -> Self:
         return self

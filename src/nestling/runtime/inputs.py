@@ -27,19 +27,21 @@ class Intake:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         # float32 in the same order as data.augment.normalise, so that both agree to the last bit
-        self.centre = (np.array(spec.mean, np.float32) * np.float32(255)).reshape(-1, 1, 1)
-        self.scale = (np.float32(1) / (np.array(spec.std, np.float32) * np.float32(255))).reshape(-1, 1, 1)
+        self.sides = len(spec.shape)
+        channel = (-1, *[1] * (self.sides - 1))
+        self.centre = (np.array(spec.mean, np.float32) * np.float32(255)).reshape(channel)
+        self.scale = (np.float32(1) / (np.array(spec.std, np.float32) * np.float32(255))).reshape(channel)
         self.white = max(((1 - mean) / std for mean, std in zip(spec.mean, spec.std, strict=True)), default=math.inf)
 
     def one(self, x: Any) -> Floats:
         """One image (C,H,W) as float32 (1,C,H,W) of our own, normalised."""
-        self.check(x, 3)
+        self.check(x, self.sides)
         return self.prepare(x[None])
 
     def batch(self, x: Any) -> tuple[ImageArray, bool]:
         """A batch (N,C,H,W) of our own, and whether it is normalised. A large one is left as it was given: it is normalised
         part by part, when its turn comes."""
-        self.check(x, 4)
+        self.check(x, self.sides + 1)
         if not len(x):
             raise NestlingError(f"the batch is empty; give at least one image {self.wanted()}")
         return (np.array(x, order="C"), False) if x.size > AT_ONCE else (self.prepare(x), True)
@@ -48,14 +50,11 @@ class Intake:
         """What can be told of images without looking at their pixels."""
         if not isinstance(x, np.ndarray):
             raise NestlingError(f"found {type(x).__name__}, expected an array of images {self.wanted()}")
-        if x.shape[-3:] != self.spec.shape or x.ndim != dimensions:
-            if x.shape[-3:] == self.spec.shape and x.ndim in (3, 4):
-                hint = (
-                    "answer, answers and ask take one image"
-                    if x.ndim == 4
-                    else "answer_batch and the like take batches"
-                )
-                raise NestlingError(f"found {'a batch' if x.ndim == 4 else 'one image'}, shape {x.shape}; {hint}")
+        if x.shape[-self.sides :] != self.spec.shape or x.ndim != dimensions:
+            if x.shape[-self.sides :] == self.spec.shape and x.ndim in (self.sides, self.sides + 1):
+                batch = x.ndim > self.sides
+                hint = "answer, answers and ask take one image" if batch else "answer_batch and the like take batches"
+                raise NestlingError(f"found {'a batch' if batch else 'one image'}, shape {x.shape}; {hint}")
             raise NestlingError(f"{self.spec.name} takes images {self.wanted()}; found shape {x.shape}")
         if x.dtype == np.uint8:
             if not self.spec.mean:
@@ -77,7 +76,7 @@ class Intake:
             return pixels
         brightest = float(np.abs(batch).max())  # NaN where any pixel is
         if not brightest < math.inf:
-            bad = first + int((~np.isfinite(batch)).any(axis=(1, 2, 3)).argmax())
+            bad = first + int((~np.isfinite(batch)).reshape(len(batch), -1).any(axis=1).argmax())
             raise NestlingError(f"image {bad} has pixels that are not numbers (NaN or infinite); repair or drop it")
         if brightest > BEYOND_WHITE * self.white and (brightest := float(batch.max())) > BEYOND_WHITE * self.white:
             raise NestlingError(

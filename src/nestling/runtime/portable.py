@@ -35,4 +35,4 @@ def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> Onn
     if manifest.form != "onnx":
         raise NestlingError(f"{folder} holds stages in the form {manifest.form!r}; export them with --format onnx")
     graphs = [StageGraph(read_graph(folder, stage), stage.takes, stage.gives) for stage in manifest.stages]
-    return OnnxEngine(graphs, manifest.shapes, len(manifest.spec.classes), threads)
+    return OnnxEngine(graphs, manifest.shapes, manifest.spec.answer, threads)

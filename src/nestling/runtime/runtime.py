@@ -69,6 +69,8 @@ class Runtime(Anytime):
     def stop_when_sure(self, loss: float = 0.005) -> Confidence:
         """From now on answers are final when they are sure enough: thresholds are found on the run's (or trained network's) own
         test or validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
+        if self.spec.output:
+            raise NestlingError(f"{self.spec.name} answers with no classes, so none of them is more or less sure")
         if self.run is None:
             raise NestlingError(
                 "a network alone has no outputs to choose thresholds on, as a run's folder and a trained network have; "
@@ -101,23 +103,20 @@ def open_source(
 
 
 def bare_spec(net: NestedNet) -> Spec:
-    """What a network alone tells: shapes and sizes; its classes are called by number."""
-    node = net.plan.input
-    if len(node.size) != 2:
-        raise NestlingError(
-            f"{net.plan.name} takes inputs of shape {(node.channels, *node.size)}; runtimes and exports take images (C,H,W): "
-            "use net.answers(x)"
-        )
-    height, width = node.size
-    classes = net.plan.by_name[net.plan.heads[-1]].channels
-    return Spec(net.plan.name, (node.channels, height, width), tuple(map(str, range(classes))), net.plan.sizes)
+    """What a network alone tells: shapes and sizes; one row of numbers is taken as scores of classes, called by number."""
+    node, head = net.plan.input, net.plan.by_name[net.plan.heads[-1]]
+    answer = head.shape(head.channels)
+    classes, output = (tuple(map(str, range(head.channels))), ()) if len(answer) == 1 else ((), answer)
+    return Spec(net.plan.name, node.shape(node.channels), classes, net.plan.sizes, output=output)
 
 
 def check_spec(spec: Spec, bare: Spec) -> None:
     """What is said of a network must be true of it."""
     for what, found, expected in (
         ("images of", tuple(spec.shape), bare.shape),
-        ("class names:", len(spec.classes), len(bare.classes)),
+        ("answers of shape", spec.answer, bare.answer)
+        if spec.output or bare.output
+        else ("class names:", len(spec.classes), len(bare.classes)),
         ("stages:", spec.stages, bare.stages),
     ):
         if found != expected:
@@ -160,4 +159,6 @@ def spec_of(run: OpenedRun, net: NestedNet) -> Spec:
     known = run.known
     errors = tuple(float(row["error"]) for row in known.get("stages", ()))
     classes, mean, std, prior = (tuple(known.get(key, ())) for key in ("classes", "mean", "std", "prior"))
-    return replace(bare_spec(net), classes=classes, errors=errors, mean=mean, std=std, prior=prior)
+    bare = bare_spec(net)
+    output = bare.output or (() if classes else bare.answer)
+    return replace(bare, classes=classes, errors=errors, mean=mean, std=std, prior=prior, output=output)

@@ -75,11 +75,13 @@ def export_int8(
     from nestling.export.quantise import CALIBRATION, calibration_images, first_images, outputs, quantise_stage
     from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
 
+    if spec.output:
+        raise NestlingError(f"{spec.name} answers with no classes; 8 bits are judged by their error: leave out int8")
     stages = merge(fold(freeze(net)))
     known = shapes(net, stages)
     graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
     x, y = first_images(data, images)
-    plain = OnnxEngine(graphs, known, len(spec.classes))
+    plain = OnnxEngine(graphs, known, spec.answer)
     verified = verify(plain, net, torch.from_numpy(x[:VERIFIED]))
 
     def in_8_bits() -> Iterator[tuple[bytes, tuple[str, ...], tuple[str, ...]]]:

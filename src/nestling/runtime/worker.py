@@ -361,7 +361,7 @@ class Worker:
 
     def publish(self, images: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
-        numbers = np.isfinite(logits.max(axis=1))
+        numbers = np.isfinite(logits.reshape(len(logits), -1).max(axis=1))
         sure = None
         if not last and any(image.thresholds for image in images):
             sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)

@@ -11,11 +11,9 @@ from functools import partial
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
-from nestling.runtime.answer import Answer, softmax
+from nestling.runtime.answer import Answer, told
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Floats
 from nestling.runtime.promise import Margin
@@ -101,10 +99,9 @@ class ServedRequest:
         if stage is not None and ticket.trail:
             found, logits, at = next((each for each in reversed(ticket.trail) if each[0] <= stage), ticket.trail[0])
             final = final and found == ticket.best[0]
-        label = int((self.prior if logits is None else logits).argmax())
-        name, size = (self.spec.classes[label], self.spec.sizes[found - 1]) if found else ("", "")
-        probabilities = partial(np.copy, self.prior) if logits is None else partial(softmax, logits)
-        return Answer(label, name, found, size, at - self.began, final, probabilities, partial(self.refine, ticket))
+        label, name, size, probabilities = told(self.spec, self.prior, found, logits)
+        refine = partial(self.refine, ticket)
+        return Answer(label, name, found, size, at - self.began, final, probabilities, refine, logits)
 
     def refine(self, ticket: Ticket, limit: float | None) -> Answer:
         """Go on with one image where it stopped, and wait for it."""

@@ -45,9 +45,9 @@ class GraphEngine:
         self.modules = [TorchStage(stage).to(self.device) for stage in stages]
         self.whole = TorchStage(fold((freeze_whole(net),))[0]).to(self.device)
         self.row_bytes, self.most = self.eager.row_bytes, slots
-        shape, classes = shapes["input"], shapes[stages[-1].head][0]
+        shape, answer = shapes["input"], shapes[stages[-1].head]
         with torch.cuda.device(self.device):
-            self.free = [GraphSlot(self, shape, classes) for _ in range(slots)]
+            self.free = [GraphSlot(self, shape, answer) for _ in range(slots)]
         self.side_by_side = self.measure() if side_by_side is None else side_by_side
 
     @property
@@ -102,11 +102,11 @@ class GraphEngine:
 class GraphSlot:
     """Memory and graphs for one image: of every stage, and of all stages at once."""
 
-    def __init__(self, engine: GraphEngine, shape: tuple[int, ...], classes: int) -> None:
+    def __init__(self, engine: GraphEngine, shape: tuple[int, ...], answer: tuple[int, ...]) -> None:
         device, count = engine.device, len(engine.modules)
         self.x_host = torch.empty(1, *shape, pin_memory=True)
         self.x = torch.zeros(1, *shape, device=device)
-        self.logits_host = torch.empty(count, 1, classes, pin_memory=True)
+        self.logits_host = torch.empty(count, 1, *answer, pin_memory=True)
         self.first, self.second = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
         self.arrived, self.done, self.all_done = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self.graphs: list[torch.cuda.CUDAGraph] = []

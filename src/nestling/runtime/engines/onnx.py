@@ -67,14 +67,18 @@ class OnnxEngine:
     jumps = False
 
     def __init__(
-        self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], classes: int, threads: int = 1
+        self,
+        graphs: Sequence[StageGraph],
+        shapes: Mapping[str, tuple[int, ...]],
+        answer: tuple[int, ...],
+        threads: int = 1,
     ) -> None:
-        """`shapes` are those of the values between stages, without the batch. threads=0: all cores."""
+        """`shapes`: of the values between stages, `answer`: of an answer, both without the batch. threads=0: all cores."""
         self.threads = Pool.share(threads)
-        self.graphs, self.shapes, self.classes = tuple(graphs), dict(shapes), classes
+        self.graphs, self.shapes, self.answer = tuple(graphs), dict(shapes), answer
         self.sessions = [open_session(graph, self.threads, number) for number, graph in enumerate(graphs, start=1)]
         for number, (session, graph) in enumerate(zip(self.sessions, self.graphs, strict=True), start=1):
-            check_ends(session, graph, self.shapes, classes, number)
+            check_ends(session, graph, self.shapes, answer, number)
         self.layout = Places({"input": self.shapes["input"]} | {n: self.shapes[n] for g in graphs for n in g.gives})
         self.free: list[Slot] = []
 
@@ -134,7 +138,7 @@ class OnnxEngine:
         for index, slot in enumerate(self.free):
             if slot.images == images:
                 return SlotInUse(self.free.pop(index), self.give_back, done)
-        return SlotInUse(Slot(self.layout, images, self.classes, self.stages), self.give_back, done)
+        return SlotInUse(Slot(self.layout, images, self.answer, self.stages), self.give_back, done)
 
     def give_back(self, slot: "Slot") -> None:
         """Called when nothing refers to a state any more, by whichever thread let it go."""
@@ -168,7 +172,7 @@ class Places:
 class Slot:
     """The memory of one question, and the bindings of each stage to it."""
 
-    def __init__(self, layout: Places, images: int, classes: int, stages: int) -> None:
+    def __init__(self, layout: Places, images: int, answer: tuple[int, ...], stages: int) -> None:
         total = sum(layout.room(shape, images) for shape in layout.shapes.values())
         block = np.empty(total + ALIGNED, np.uint8)
         place = -block.ctypes.data % ALIGNED
@@ -178,7 +182,7 @@ class Slot:
             count = 4 * images * int(np.prod(shape))
             self.values[name] = block[place : place + count].view(np.float32).reshape(images, *shape)
             place += layout.room(shape, images)
-        self.logits: Floats = np.empty((images, classes), np.float32)
+        self.logits: Floats = np.empty((images, *answer), np.float32)
         self.bindings: list[onnxruntime.IOBinding | None] = [None] * stages
 
 
@@ -233,13 +237,13 @@ def check_ends(
     session: onnxruntime.InferenceSession,
     graph: StageGraph,
     shapes: Mapping[str, tuple[int, ...]],
-    classes: int,
+    answer: tuple[int, ...],
     stage: int,
 ) -> None:
     """The graph must take and give what was said of it: names, shapes and numbers of 32 bits."""
     found, given = ([end(each) for each in ends] for ends in (session.get_inputs(), session.get_outputs()))
     wanted = [(name, shapes.get(name, ()), FLOAT) for name in graph.takes]
-    promised = [("logits", (classes,), FLOAT), *((name, shapes.get(name, ()), FLOAT) for name in graph.gives)]
+    promised = [("logits", answer, FLOAT), *((name, shapes.get(name, ()), FLOAT) for name in graph.gives)]
     for what, ours, theirs in (("takes", wanted, found), ("gives", promised, given)):
         if sorted(ours, key=repr) != sorted(theirs, key=repr):
             different = sorted(set(ours) ^ set(theirs), key=repr)[0]
