@@ -1207,7 +1207,7 @@ GOOD = {"name": "net", "shape": [1, 8, 8], "classes": ["a", "b"], "sizes": ["s"]
         *({"std": [value]} for value in (0.0, -1.0, 1e-40, 1e-320)),
         {"mean": [1e300]}, {"prior": [math.nan, math.nan]}, {"prior": [math.nan, 1.0]}, {"prior": [2.0, -1.0]},
         {"errors": [1.5]}, {"errors": [-0.1]}, {"std": [10**400]}, {"std": [[]]}, {"mean": []},
-        {"shape": [1, 100_000, 100_000]}, {"shape": [1, 10**30, 8]}, {"shape": [1, 8]}, {"shape": [1, 8, 0]},
+        {"shape": [1, 100_000, 100_000]}, {"shape": [1, 10**30, 8]}, {"shape": []}, {"shape": [1, 8, 0]},
         {"shape": [1, 8, 8.5]}, {"shape": [True, 8, 8]}, {"shape": "188"}, {"classes": []}, {"sizes": []},
         {"name": "a\0b"}, {"classes": ["a", "\0"]}, {"classes": ["a", 5]}, {"name": None}, {"sizes": 5},
     ],
@@ -1343,16 +1343,21 @@ def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> Non
         Runtime(build(NetworkRecipe()), **options)
 
 
-def test_a_network_that_takes_no_images_is_refused() -> None:
+def test_a_network_that_takes_sequences_answers_them() -> None:
     layers = (
         torch.nn.Conv1d(4, 8, 3, padding=1),
         torch.nn.AdaptiveAvgPool1d(1),
         torch.nn.Flatten(),
         torch.nn.Linear(8, 5),
     )
-    net = nestling.nest(torch.nn.Sequential(*layers), "w,w", (4, 16))
-    with pytest.raises(NestlingError, match=r"inputs of shape \(4, 16\); runtimes and exports take images"):
-        Runtime(net, device="cpu")
+    net = nestling.nest(torch.nn.Sequential(*layers), "w,w", (4, 16)).eval()
+    x = torch.randn(3, 4, 16)
+    with Runtime(net, device="cpu") as runtime:
+        answers = runtime.answer_batch(x)
+        assert runtime.answer(x[0]).label == answers[0].label
+        with pytest.raises(NestlingError, match="found a batch"):
+            runtime.answer(x)
+    assert [answer.label for answer in answers] == net(x)[-1].argmax(1).tolist()
 
 
 def test_a_trained_network_by_name() -> None:

@@ -24,7 +24,7 @@ def command(run: str, device: str = "auto", sample: bool = False, build: str = "
     chosen, opened = pick_device(device, "--device "), resolve(run, build, data)
     found_data = opened.data(chosen, sample)
     split = "validation" if opened.recipe.data.validation and not sample else "test"
-    found, tensors = evaluate(opened.net(chosen, found_data), found_data, split)
+    found, tensors = evaluate(opened.net(chosen, found_data), found_data, split, train=opened.recipe.train)
     if sample or opened.comes_with_us:
         return {"run": run, "stored": False, **found, "card": card(opened.results, sample)}
     result = {"run": str(opened.path), "stored": True, **found}
@@ -46,6 +46,8 @@ def card(results: dict[str, Any], sample: bool) -> list[float]:
 def show(result: dict[str, Any]) -> Table:
     """A row per stage, for people."""
     title = f"{result['network']} on {result['data']} ({result['split']}, n={result['n']})"
+    if result.get("task"):
+        return show_otherwise(result, title)
     table = Table("stage", "size", "error %", "loss", "ECE %", "MACs", "repaired %", "broken %", title=title)
     if not result.get("stored", True):
         told = " / ".join(f"{100 * error:.2f}" for error in result.get("card", ()))
@@ -56,4 +58,17 @@ def show(result: dict[str, Any]) -> Table:
         changes = (f"{100 * move['repaired']:.2f}", f"{100 * move['broken']:.2f}") if move else ("", "")
         error, ece = f"{100 * row['error']:.2f}", f"{100 * row['ece']:.2f}"
         table.add_row(str(row["stage"]), row["size"], error, f"{row['loss']:.3f}", ece, amount(row["macs"]), *changes)
+    return table
+
+
+def show_otherwise(result: dict[str, Any], title: str) -> Table:
+    """Stages whose answers are classes of pixels, or numbers."""
+    pixels = result["task"] == "pixels"
+    table = Table(
+        "stage", "size", "wrong pixels %" if pixels else "error %", *(["IoU %"] if pixels else []), "loss", "MACs"
+    )
+    table.title = title
+    for row in result["stages"]:
+        shares = [f"{100 * row[key]:.2f}" for key in ("error", "iou") if key in row]
+        table.add_row(str(row["stage"]), row["size"], *shares, f"{row['loss']:.3f}", amount(row["macs"]))
     return table

@@ -30,6 +30,7 @@ def command(
     way: str = "",
     teacher: str = "",
     loss: str = "",
+    error: str = "",
 ) -> dict[str, Any]:
     """Train a recipe into a run folder, or go on with one that was stopped.
 
@@ -51,11 +52,12 @@ def command(
         way: for one that is built as a plain module: how it becomes anytime, such as 'exits(at=(0.25, 0.5))' or 'nest("w,w")'.
         teacher: a trained module that it learns from (a function that gives it), or a run's folder.
         loss: a function of your own, of outputs and targets.
+        error: a function of your own: of all outputs and targets, the error of each sample from 0 to 1.
     """
     seconds = 60 * minutes if minutes else float("inf")
     if is_function(recipe):
-        return own(recipe, data, out or resume, way, teacher, loss, set, bool(resume), seconds, quiet)
-    for option, given in {"--data": data, "--way": way, "--teacher": teacher, "--loss": loss}.items():
+        return own(recipe, data, out or resume, way, teacher, loss, error, set, bool(resume), seconds, quiet)
+    for option, given in {"--data": data, "--way": way, "--teacher": teacher, "--loss": loss, "--error": error}.items():
         if given:
             raise NestlingError(
                 f"{option} is for a network of your own, and {recipe or resume!r} is none; use --set data.name=..., or name the "
@@ -87,6 +89,7 @@ def own(
     way: str,
     teacher: str,
     loss: str,
+    error: str,
     set: tuple[str, ...],
     resume: bool,
     seconds: float,
@@ -95,13 +98,20 @@ def own(
     """A network of the user's own, whose files are run because they were named."""
     if not data:
         raise NestlingError(f"nothing was said to train {build} on; add --data my_file.py:loaders, a folder, or a name")
-    said = {"--data": data, "--way": way, "--teacher": teacher, "--loss": loss, **{f"--set {each}": "" for each in set}}
+    said = {
+        "--data": data,
+        "--way": way,
+        "--teacher": teacher,
+        "--loss": loss,
+        "--error": error,
+        **{f"--set {each}": "" for each in set},
+    }
     words = " ".join(
         ["nestling train", build, *(f"{key} {value}".strip() for key, value in said.items() if value or "=" in key)]
     )
     path = out or f"runs/{build.rpartition(':')[2]}"
     run = fit(
-        build, data, teacher=teacher or None, loss=loss or None, out=path, way=way, set=set, resume=resume,
+        build, data, teacher=teacher or None, loss=loss or None, error=error or None, out=path, way=way, set=set, resume=resume,
         seconds=seconds, quiet=quiet, command=words,
     )  # fmt: skip
     return {} if spectator() else {"run": path, **run.results}

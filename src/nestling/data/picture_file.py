@@ -50,10 +50,10 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
 
 
-def fitted(path: Path | str | bytes, shape: tuple[int, int, int], most: int = MOST_PIXELS) -> NDArray[np.uint8]:
+def fitted(path: Path | str | bytes, shape: tuple[int, ...], most: int = MOST_PIXELS) -> NDArray[np.uint8]:
     """The picture at path, or in these bytes, as a network takes it, uint8 (C,H,W): set upright; as it is where it has the
     network's size, else its middle, scaled. `most` pixels are read."""
-    channels, height, width = shape
+    channels, height, width = shape if len(shape) == 3 else (0, 0, 0)
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
     image = load_rgb(path, upright=True, most=most)

@@ -119,6 +119,7 @@ class TrainRecipe(RecipeSection):
     )
     teacher: str = ""  # a trained run whose last stage gives the soft targets, or a function that gives a module
     loss: str = ""  # your own function of output and target; empty = cross-entropy of classes, squared error of numbers
+    error: str = ""  # your own function of all outputs and targets: the error of each sample from 0 to 1
     teaches: Literal["all", "last"] = "all"  # whom the teacher teaches; last: the last stage, which teaches the others
     distill_temperature: AboveZero = 2.0
     average: Share = 0.0  # decay of the moving average of weights; 0 = none
@@ -223,7 +224,7 @@ def from_dict(found: Any) -> Recipe:
 
 # Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
-    "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "early", "keep", "cutmix",
+    "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "error", "early", "keep", "cutmix",
 }  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

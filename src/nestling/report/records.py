@@ -87,7 +87,7 @@ class Run:
     @cached_property
     def answers(self) -> Answers | None:
         """Reduced at once to what is needed: the logits of a large test set would not fit in memory run by run."""
-        if not self.folder.has(OUTPUTS):
+        if not self.folder.has(OUTPUTS) or self.results.get("task"):
             return None
         tensors = resolve(self.folder).outputs()
         sure, said = tensors["logits"].softmax(2).max(2)
@@ -98,6 +98,8 @@ class Run:
         if not self.folder.has(GALLERY):
             return None
         tensors = resolve(self.folder).gallery()
+        if "images" not in tensors:
+            return None
         return GalleryImages(tensors["images"].numpy(), tensors["indices"].numpy())
 
 

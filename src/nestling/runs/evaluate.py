@@ -4,6 +4,7 @@ In: a network and a split, or the logits it gave. Out: plain dicts (results.json
 (outputs.safetensors), from which reports and deadline studies are made. It trains nothing and measures no time.
 """
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -12,16 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.data import DataSet, Split
+from nestling.data.split import Batch
 from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, RESULTS
 from nestling.nets import NestedNet, Plan
 from nestling.nets.modes import evaluating
+from nestling.recipes.recipe import TrainRecipe
 from nestling.runs.folder import RunDir
+from nestling.runs.goal import CLASSES, Examined, examined_classes, examined_otherwise, goal_of
 
 BINS = 15  # of the expected calibration error
 PICTURES = 48  # in the gallery
 INPUTS = 64  # kept beside it, where inputs come as the network takes them
 PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
+
+
+@torch.no_grad()
+def examine(net: NestedNet, split: Split, goal: str, train: TrainRecipe) -> Examined:
+    """What every stage is worth on a split. On CUDA nothing waits: all is queued."""
+    if goal == CLASSES:
+        return examined_classes(*answers(net, split), train)
+    weight = next(net.parameters())
+    batch = max(1, min(1000, PIXELS // (16 * prod(net.plan.input.size))))
+    with evaluating(net):
+        return examined_otherwise(((net(x), y) for x, y in on_chip(split.batches(batch), weight)), goal, train)
+
+
+def on_chip(batches: Iterator[Batch], weight: Tensor) -> Iterator[Batch]:
+    """On a GPU convolutions want channels last, as the weights of trained nets are."""
+    for x, y in batches:
+        yield (x.contiguous(memory_format=torch.channels_last) if weight.is_cuda and x.dim() == 4 else x), y
 
 
 @torch.no_grad()
@@ -32,11 +53,7 @@ def answers(net: NestedNet, split: Split, batch: int = 0) -> tuple[Tensor, Tenso
     kept: list[Tensor] = []
     labels: list[Tensor] = []
     with evaluating(net):
-        for x, y in split.batches(batch or quick_batch(net.plan, weight.device)):
-            if (
-                weight.is_cuda and x.dim() == 4
-            ):  # there convolutions want channels last, as the weights of trained nets are
-                x = x.contiguous(memory_format=torch.channels_last)
+        for x, y in on_chip(split.batches(batch or quick_batch(net.plan, weight.device)), weight):
             kept.append(torch.stack(net(x)).float())
             labels.append(y)
     return torch.cat(kept, 1), torch.cat(labels)
@@ -70,6 +87,19 @@ def top5(logits: Tensor, labels: Tensor) -> dict[str, float]:
     return {"top5": float((likeliest != labels[:, None]).all(1).double().mean())}
 
 
+def judge_otherwise(found: Examined, plan: Plan) -> dict[str, Any]:
+    """What results.json says about stages whose answers are no classes of inputs."""
+    rows = []
+    for index, stage in enumerate(plan.answering):
+        said = {"stage": stage, "size": plan.sizes[index], "error": float(found.errors[index])}
+        if found.iou is not None:
+            said["iou"] = float(found.iou[index])
+        rows.append(
+            {**said, "loss": float(found.losses[index]), "macs": plan.macs(stage), "params": plan.params(stage)}
+        )
+    return {"task": found.goal, "stages": rows, "transitions": []}
+
+
 def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
     """Everything results.json says about the stages."""
     wrong = logits.argmax(2) != labels
@@ -100,19 +130,29 @@ def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
 
 
 def evaluate(
-    net: NestedNet, data: DataSet, split: str = "test", known: tuple[Tensor, Tensor] | None = None
+    net: NestedNet,
+    data: DataSet,
+    split: str = "test",
+    known: Examined | None = None,
+    train: TrainRecipe | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """results.json of a network, and the tensors behind it. `known`: its answers, where they were just computed."""
-    logits, labels = known or answers(net, data.test)
-    found = {
+    """results.json of a network, and the tensors behind it. `known`: what was just found; `train`: the loss and error that are
+    the run's own."""
+    train = train or TrainRecipe()
+    found = known or examine(net, data.test, goal_of(data.test, train), train)
+    classes = found.goal == CLASSES
+    judged = (
+        judge(found.tensors["logits"], found.tensors["labels"], net.plan)
+        if classes
+        else judge_otherwise(found, net.plan)
+    )
+    facts = {
         "network": net.plan.name,
         "data": data.name,
         "split": split,
-        "n": len(labels),
-        **about(data),
-        **judge(logits, labels, net.plan),
+        "n": next(iter(found.tensors.values())).shape[1],
     }
-    return found, {"logits": logits, "labels": labels}
+    return {**facts, **about(data), **judged}, found.tensors
 
 
 def about(data: DataSet) -> dict[str, Any]:
@@ -129,7 +169,7 @@ def about(data: DataSet) -> dict[str, Any]:
 def class_shares(data: DataSet) -> list[float]:
     """How often each class is among the training images; empty where there are none."""
     labels = data.train.labels.cpu()
-    if not len(labels) or labels.dim() != 1 or labels.is_floating_point():
+    if not data.classes or not len(labels) or labels.dim() != 1 or labels.is_floating_point():
         return []
     counts = torch.bincount(labels, minlength=len(data.classes)).double()
     return [float(share) for share in counts / counts.sum()]
@@ -148,10 +188,15 @@ def gallery(logits: Tensor, labels: Tensor, count: int = PICTURES) -> Tensor:
 
 
 def store(
-    run: RunDir, net: NestedNet, data: DataSet, split: str, known: tuple[Tensor, Tensor] | None = None
+    run: RunDir,
+    net: NestedNet,
+    data: DataSet,
+    split: str,
+    known: Examined | None = None,
+    train: TrainRecipe | None = None,
 ) -> dict[str, Any]:
     """Evaluate and leave results.json, outputs and gallery in the run folder."""
-    found, tensors = evaluate(net, data, split, known)
+    found, tensors = evaluate(net, data, split, known, train)
     keep(run, data, found, tensors)
     return found
 
@@ -159,8 +204,10 @@ def store(
 def keep(run: RunDir, data: DataSet, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Leave what `evaluate` found in the run folder."""
     run.save_tensors(OUTPUTS, tensors)
-    indices = gallery(tensors["logits"], tensors["labels"])
-    run.save_tensors(GALLERY, {"images": data.test.pictures(indices), "indices": indices, **inputs(data)})
+    classes = "logits" in tensors
+    indices = gallery(tensors["logits"], tensors["labels"]) if classes else torch.arange(min(PICTURES, found["n"]))
+    seen = {"images": data.test.pictures(indices)} if len(data.shape) == 3 else {}
+    run.save_tensors(GALLERY, {**seen, "indices": indices, **inputs(data)})
     run.write_json(RESULTS, found | taught(run))
 
 

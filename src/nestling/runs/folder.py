@@ -315,6 +315,7 @@ def own_words(recipe: Recipe) -> list[str]:
         "--data": recipe.data.root if recipe.data.name == "own" else "",
         "--teacher": recipe.train.teacher if ":" in recipe.train.teacher else "",
         "--loss": recipe.train.loss,
+        "--error": recipe.train.error,
     }
     return [word for option, name in named.items() if name for word in (option, name) if word]
 

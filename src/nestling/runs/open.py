@@ -76,6 +76,8 @@ class OpenedRun(RunDir):
 
     def outputs(self) -> dict[str, Tensor]:
         """The logits of every stage for the whole test set, (stages, N, classes), and its labels."""
+        if self.results.get("task"):
+            raise NestlingError(f"{self.path} answers with no classes, and keeps only the errors of its answers")
         tensors, _ = self.load_tensors(OUTPUTS)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if len(shapes.get("logits", ())) != 3 or shapes.get("labels") != shapes["logits"][1:2]:
@@ -89,7 +91,7 @@ class OpenedRun(RunDir):
         """Some test images as people see them, (K, C, H, W) uint8, and their indices in the test set. Runs that come with
         nestling keep the indices only: the images are among the sample."""
         tensors, _ = self.load_tensors(GALLERY)
-        if "images" in tensors:
+        if "images" in tensors or "inputs" in tensors:
             return tensors
         return {**tensors, "images": stored_sample(self.recipe.data.name)["images"][tensors["indices"]]}
 

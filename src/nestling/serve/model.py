@@ -53,6 +53,10 @@ class Model:
         runtime = source if isinstance(source, Runtime) else opened(source, device, threads)
         if not hasattr(runtime.engine, "join"):
             raise NestlingError(f"the engine {runtime.engine.name} cannot be served; open {name} with engine='eager'")
+        if runtime.spec.output:
+            raise NestlingError(
+                f"{name} answers with no classes, which is all that is served; ask nestling.Runtime in Python"
+            )
         self.name, self.source, self.runtime, self.clock = name, source, runtime, clock
         self.spec, self.intake, self.pace = runtime.spec, runtime.intake, runtime.pace
         engine = cast(JoiningEngine, runtime.engine)

@@ -37,6 +37,7 @@ def fit(
     *,
     teacher: "nn.Module | UserFunction | str | None" = None,
     loss: Loss | str | None = None,
+    error: Loss | str | None = None,
     out: str | Path = "runs/mine",
     epochs: int = 20,
     batch: int = 64,
@@ -60,6 +61,7 @@ def fit(
         pictures (train/CLASS, val/CLASS), a function that gives both, or its name.
     teacher: a module to learn from (with train.distill, 0.5 unless set), or a run's folder. Report and results show it, too.
     loss: of output and target, a mean over the batch; cross-entropy of classes and squared error of numbers if not given.
+    error: of all outputs and targets, the error of each sample from 0 to 1, where they are neither classes nor numbers to hit.
     set: any field of the recipe, such as ("train.weight_decay=0", "strategy.order=3,2,1").
     repeats: how often the stages (and the teacher) are timed afterwards, for the report; 0 = not.
     resume: go on with the run in `out`, which was stopped, by its own recipe.
@@ -75,6 +77,7 @@ def fit(
         train=TrainRecipe(
             epochs=epochs, batch=batch, lr=lr, schedule="cosine", channels_last=False,
             loss=hand_over(loss, before.train.loss if before else "") if loss else "",
+            error=hand_over(error, before.train.error if before else "") if error else "",
             **taught_by(teacher, before.train.teacher if before else ""),
         ),
     )  # fmt: skip

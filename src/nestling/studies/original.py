@@ -21,13 +21,12 @@ from nestling.nets.nest import nest
 from nestling.recipes.code import HANDED, handed
 from nestling.recipes.recipe import Recipe
 from nestling.runs.device import pick_device
-from nestling.runs.evaluate import errors
+from nestling.runs.goal import examined_otherwise, goal_of
 from nestling.runs.latency import WARM_UP, Latency
 from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
 from nestling.studies.measure import measure
-from nestling.train.losses import task_loss
 from nestling.train.teacher import answer, last_stage
 
 
@@ -54,13 +53,12 @@ def judged(recipe: Recipe) -> dict[str, Any]:
     """How good a run's teacher is, on the test inputs of the run."""
     device = pick_device(recipe.train.device)
     teacher = teacher_of(recipe).to(device)
-    found, targets = [], []
-    for x, y in load(recipe.data, device).test.batches(256):
-        found.append(answer(teacher(x)).float())
-        targets.append(y)
-    logits, y = torch.cat(found), torch.cat(targets)
-    said = {"name": called(recipe), "loss": float(task_loss(recipe.train, y.is_floating_point())(logits, y))}
-    return {**said, "error": float(errors(logits[None], y)[0])} if not y.is_floating_point() else said
+    test = load(recipe.data, device).test
+    found = examined_otherwise(
+        (((answer(teacher(x)),), y) for x, y in test.batches(64)), goal_of(test, recipe.train), recipe.train
+    )
+    said = {"name": called(recipe), "loss": float(found.losses[0]), "error": float(found.errors[0])}
+    return said if found.iou is None else {**said, "iou": float(found.iou[0])}
 
 
 def timed(recipe: Recipe, images: Floats, repeats: int, device: str, engine: str) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
 from nestling.runs.folder import RunDir
+from nestling.runs.goal import NUMBERS, Examined, check_targets, goal_of
 from nestling.train import stepping
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
 from nestling.train.ended import Ended, Moment, leaving, leaving_together
 from nestling.train.kept import adopt
-from nestling.train.losses import task_loss
 from nestling.train.progress import Startup
 from nestling.train.schedule import epoch_rates
 from nestling.train.step import Step
@@ -76,7 +76,8 @@ class Training:
             self.net = net.to(self.device, memory_format=memory)  # type: ignore[call-overload]
             if not self.net.training:  # else what its owner has put into evaluation stays there
                 self.net.train()
-            self.data = named_classes(self.data, self.net.plan)
+            self.goal = goal_of(self.data.test, recipe.train)
+            self.data = named_classes(self.data, self.net.plan, self.goal)
             self.optimizer = make_optimizer(self.net, recipe, self.device)
             self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
@@ -86,7 +87,7 @@ class Training:
         self.saved = 0  # epochs of the newest checkpoint
         self.unsaved: dict[str, Tensor] = {}  # the state after `done` epochs, where it is not in a checkpoint yet
         self.newest: dict[str, Any] = {}  # line of the log
-        self.answers: tuple[Tensor, Tensor] | None = None  # the newest logits and labels of the test split
+        self.examined: Examined | None = None  # the newest answers to the test split
         self.board = Board(run.path) if recipe.train.tensorboard else None
         self.main = main_rank()
 
@@ -175,9 +176,8 @@ class Training:
         test: Tensor | None = None
         if self.main and (done == self.total or done % train.evaluate_every == 0):
             with self.step.average.applied() if self.step.average else nullcontext():
-                logits, labels = self.answers = evaluate.answers(self.net, self.data.test)
-            test_losses = [task_loss(train, labels.is_floating_point())(stage, labels) for stage in logits]
-            test = leaving(torch.stack([evaluate.errors(logits, labels), torch.stack(test_losses)]))
+                found = self.examined = evaluate.examine(self.net, self.data.test, self.goal, train)
+            test = leaving(torch.stack([found.errors, found.losses]))
         state = leaving_together(self.state()) if self.main else {}
         read = leaving(losses)
         return Ended(epoch, rate, began, trained, Moment(self.device), read, test, state)
@@ -291,7 +291,7 @@ class Training:
         with self.step.average.applied() if self.step.average else nullcontext(), disk_explained(self.run):
             self.run.save_weights(self.net)
             split = "validation" if self.recipe.data.validation else "test"
-            return evaluate.store(self.run, self.net, self.data, split, self.answers)
+            return evaluate.store(self.run, self.net, self.data, split, self.examined, self.recipe.train)
 
 
 def main_rank() -> bool:
@@ -308,9 +308,13 @@ def averaged(losses: Tensor) -> Tensor:
     return losses
 
 
-def named_classes(data: DataSet, plan: Plan) -> DataSet:
+def named_classes(data: DataSet, plan: Plan, goal: str) -> DataSet:
     """The data with names for their classes, numbers where they have none; they must be as many as the network answers with."""
+    if goal == NUMBERS:
+        return dataclasses.replace(data, classes=())
     count = plan.by_name[plan.heads[-1]].channels
+    for split in (data.train, data.test) if data.name == "own" else ():
+        check_targets(split, goal, count)
     if not data.classes:
         return dataclasses.replace(data, classes=tuple(map(str, range(count))))
     if len(data.classes) != count:

@@ -1,13 +1,11 @@
 """The loss of every stage. In: outputs and targets. Out: scalars on the graph. Knows neither networks nor steps."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import NestlingError
-from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
+from nestling.runs.goal import task_loss
 
 
 def stage_loss(
@@ -21,24 +19,6 @@ def stage_loss(
         return loss
     soft = imitation(logits.float(), teacher.detach().float(), numbers, train)
     return (1 - train.distill) * loss + train.distill * soft
-
-
-def task_loss(train: TrainRecipe, numbers: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
-    where they are numbers."""
-    if train.loss:
-        return handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
-    if numbers:
-        return squared_error
-    return lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=train.smoothing)
-
-
-def squared_error(found: Tensor, y: Tensor) -> Tensor:
-    if found.shape != y.shape:
-        raise NestlingError(
-            f"the network's output has shape {tuple(found.shape)}, the targets {tuple(y.shape)}; expected one number for each"
-        )
-    return F.mse_loss(found, y)
 
 
 def imitation(found: Tensor, teacher: Tensor, numbers: bool, train: TrainRecipe) -> Tensor:

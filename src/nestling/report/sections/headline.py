@@ -107,6 +107,10 @@ def headline_table(family: Family) -> Table:
             strong = line.kind != ALONE and found is not None and found.mean <= best[stage] and len(family.nests) > 1
             cells.append(spread_cell(found, beside, strong))
         rows.append(tuple(cells))
+    for line in lines:
+        overlaps = [line.number("iou", stage) for stage in family.stages]
+        if any(overlaps):
+            rows.append((Cell(f"intersection over union in %, {line.label}"), *map(spread_cell, overlaps)))
     for line in lines[:1] if family.nests else []:
         rows.append(cost_row(family, line, f"MACs, {'independent nets' if line.kind == ALONE else 'nest'}"))
     for line in family.alone[:1] if family.nests else ():

@@ -1,0 +1,178 @@
+"""What a network's outputs are for, as its targets tell (classes of inputs, of pixels, or numbers), and how wrong they are.
+
+In: outputs and targets, and the recipe's own loss and error, where it names some. Out: a loss, and the error of every sample
+as a fraction: wrong or not, the share of wrong pixels, the share of the targets' variance that is left, or what the user's own
+function says. Knows no network and no file.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.data import MemorySplit, Split
+from nestling.data.own import TensorSplit
+from nestling.errors import NestlingError
+from nestling.recipes.code import handed
+from nestling.recipes.recipe import TrainRecipe
+
+CLASSES, PIXELS, NUMBERS = "classes", "pixels", "numbers"
+
+
+def goal_of(split: Split, train: TrainRecipe) -> str:
+    """What the targets of a split ask for. Whole numbers are classes, unless the recipe has an error of its own."""
+    y = split.labels if isinstance(split, MemorySplit | TensorSplit) else next(iter(split.batches(1)))[1]
+    if train.error or y.is_floating_point():
+        return NUMBERS
+    return CLASSES if y.dim() == 1 else PIXELS
+
+
+def task_loss(train: TrainRecipe, numbers: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
+    where they are numbers."""
+    if train.loss:
+        return handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
+    if numbers:
+        return squared_error
+    return lambda logits, labels: cross_entropy(logits, labels, train.smoothing)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    pixels = labels.dim() > 1 and not labels.is_floating_point()  # those below 0 do not count
+    if pixels:
+        labels = labels.clamp(min=-1)
+    try:
+        return F.cross_entropy(logits, labels, ignore_index=-1 if pixels else -100, label_smoothing=smoothing)
+    except IndexError as error:  # on a CPU; on a GPU the process would be lost
+        raise beyond(int(labels.max()), logits.shape[1]) from error
+
+
+def check_targets(split: Split, goal: str, answers: int) -> None:
+    """Refuse classes that the network does not know, where all targets are at hand."""
+    if (
+        goal != NUMBERS
+        and isinstance(split, MemorySplit | TensorSplit)
+        and (most := int(split.labels.max())) >= answers
+    ):
+        raise beyond(most, answers)
+
+
+def beyond(target: int, answers: int) -> NestlingError:
+    return NestlingError(
+        f"a target is class {target}, but the network answers with {answers} classes (0 to {answers - 1}); build it for all "
+        "of them, or say by loss and error what else its outputs are for"
+    )
+
+
+def squared_error(found: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(found, alike(found, y))
+
+
+def alike(found: Tensor, y: Tensor) -> Tensor:
+    """The targets, if there is one for each number of the output."""
+    if found.shape != y.shape:
+        raise NestlingError(
+            f"the network's output has shape {tuple(found.shape)}, the targets {tuple(y.shape)}; expected one for each, or "
+            "whole numbers as targets that are classes"
+        )
+    return y
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What every stage was worth on a split, all on its device."""
+
+    goal: str
+    errors: Tensor  # (stages,)
+    losses: Tensor  # (stages,)
+    tensors: dict[
+        str, Tensor
+    ]  # logits (stages, N, classes) and labels; of other goals the error of every sample, (stages, N)
+    iou: Tensor | None = None  # (stages,) of pixels: intersection over union, the mean over classes
+
+
+def examined_classes(logits: Tensor, labels: Tensor, train: TrainRecipe) -> Examined:
+    losses = torch.stack([task_loss(train, labels.is_floating_point())(stage, labels) for stage in logits])
+    wrong = (logits.argmax(2) != labels).float().mean(1)
+    return Examined(CLASSES, wrong, losses, {"logits": logits, "labels": labels})
+
+
+def examined_otherwise(found: Iterator[tuple[tuple[Tensor, ...], Tensor]], goal: str, train: TrainRecipe) -> Examined:
+    """Of (outputs of all stages, targets), batch by batch: dense outputs of a whole test set would not fit."""
+    losses: list[Tensor] = []
+    wrong: list[Tensor] = []
+    counts: list[int] = []
+    confusion: Tensor | None = None
+    kept: list[tuple[Tensor, Tensor]] = []
+    for outputs, y in found:
+        stacked = torch.stack([output.float() for output in outputs])
+        losses.append(torch.stack([task_loss(train, y.is_floating_point())(output, y) for output in stacked]))
+        counts.append(len(y))
+        if train.error:
+            kept.append((stacked.cpu(), y.cpu()))
+        elif goal == CLASSES:
+            wrong.append((stacked.argmax(2) != y).float())
+        elif goal == PIXELS:
+            said = said_pixels(stacked, y)
+            inside = (y >= 0).flatten(1)
+            right = (said == y).flatten(2) | ~inside
+            wrong.append((~right).float().sum(2) / inside.float().sum(1).clamp(min=1))
+            table = confusions(said, y, stacked.shape[2])
+            confusion = table if confusion is None else confusion + table
+        else:
+            wrong.append(torch.stack([(output - alike(output, y)).square().flatten(1).mean(1) for output in stacked]))
+            kept.append((stacked[:0].cpu(), y.double().cpu()))
+    share = torch.tensor(counts, device=losses[0].device) / sum(counts)
+    loss = (torch.stack(losses) * share[:, None]).sum(0)
+    if train.error:
+        each = own_errors(torch.cat([out for out, _ in kept], 1), torch.cat([y for _, y in kept]), train).to(
+            loss.device
+        )
+    else:
+        each = torch.cat(wrong, 1)
+        if goal == NUMBERS:
+            each = each / float(torch.cat([y for _, y in kept]).var(correction=0).clamp(min=1e-12))
+    return Examined(goal, each.mean(1), loss, {"errors": each}, None if confusion is None else mean_iou(confusion))
+
+
+def own_errors(outputs: Tensor, y: Tensor, train: TrainRecipe) -> Tensor:
+    """(stages, N): the user's error of every sample, asked once for all samples of a stage."""
+    function = handed(train.error, "its error", "--error {0} (in Python nestling.fit(..., error=...))")
+    found = torch.stack([torch.as_tensor(function(output, y)).float() for output in outputs])
+    if found.shape != outputs.shape[:2] or not bool(((found >= 0) & (found <= 1)).all()):
+        raise NestlingError(
+            f"{train.error} gives errors of shape {tuple(found.shape[1:])} up to {float(found.abs().max()):.3g}; "
+            f"expected one for each of the {outputs.shape[1]} samples, from 0 (right) to 1 (wrong)"
+        )
+    return found
+
+
+def said_pixels(stacked: Tensor, y: Tensor) -> Tensor:
+    """(stages, N, ...): the class of every pixel."""
+    said = stacked.argmax(2)
+    if said.shape[1:] != y.shape:
+        raise NestlingError(
+            f"the network says classes of shape {tuple(said.shape[1:])}, the targets have {tuple(y.shape)}; expected a class for "
+            "every pixel"
+        )
+    return said
+
+
+def confusions(said: Tensor, y: Tensor, classes: int) -> Tensor:
+    """(stages, classes, classes): how often pixels of a class (rows) were said to be of one (columns). Negative: not counted."""
+    counted = y >= 0
+    tables = [
+        torch.bincount(y[counted] * classes + stage[counted], minlength=classes * classes).view(classes, classes)
+        for stage in said
+    ]
+    return torch.stack(tables).double()
+
+
+def mean_iou(confusion: Tensor) -> Tensor:
+    """Intersection over union, the mean over the classes that occur or were said."""
+    met = confusion.diagonal(dim1=1, dim2=2)
+    union = confusion.sum(1) + confusion.sum(2) - met
+    there = union > 0
+    return ((met / union.clamp(min=1)) * there).sum(1) / there.sum(1).clamp(min=1)
