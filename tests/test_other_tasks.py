@@ -74,7 +74,7 @@ def test_a_unet_from_pixels_to_a_report(tmp_path: Path) -> None:
         assert answer.output is not None and answer.output.shape == (11, 8, 8) and answer.final and not answer.scored
         assert (answer.output.argmax(0) == said[1][0].numpy()).mean() > 0.98
         assert len(list(runtime.answers(test_part[0][0]))) == 2
-        again = pickle.loads(pickle.dumps(answer))
+        again = pickle.loads(pickle.dumps(answer))  # noqa: S301
         assert np.array_equal(again.output, answer.output) and "output=(11, 8, 8)" in repr(again)
         for wrong in (
             lambda: answer.confidence,

@@ -70,7 +70,7 @@ class Anytime:
         if engine.most:  # those queued and those parked, each at most `keep`, and the one that runs
             keep = max(1, min(keep, (engine.most - 1) // 2))
         self.together = MOST_TOGETHER if engine.most else min(MOST_TOGETHER, keep)
-        self.beginnings = Beginnings(self.pace, spec.errors, 1 - float(prior.max()))
+        self.beginnings = Beginnings(self.pace, spec.errors, 1 - float(prior.max(initial=0.0)))
         self.worker = Worker(engine, self.pace, keep, clock, self.intake.prepare, self.beginnings)
         # The worker's thread does not know this object: when it is forgotten or Python ends, the thread ends too.
         self._finalizer = weakref.finalize(self, self.worker.close)
