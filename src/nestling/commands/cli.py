@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
         "describe": "show a network's stages, births and costs",
         "data": "fetch or check a data set",
         "train": "train a recipe into a run folder, or resume one",
+        "sweep": "train a recipe with several values of some fields, many runs at a time",
         "evaluate": "error, loss and calibration of each stage of a run",
         "profile": "measure the latency of each stage of a run",
         "predict": "answer images, stage by stage, until a deadline",

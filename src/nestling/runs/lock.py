@@ -21,6 +21,10 @@ LOCK = ".lock"
 HELD: set[Path] = set()  # by this process, to which the kernel would give each of them once more
 
 
+class FolderHeld(NestlingError):
+    """Another process has the folder."""
+
+
 class Lock:
     """Holds a folder until `release`."""
 
@@ -51,8 +55,8 @@ class Lock:
         HELD.add(self.path)
         self.held = True
 
-    def refusal(self, holder: str) -> NestlingError:
-        return NestlingError(
+    def refusal(self, holder: str) -> FolderHeld:
+        return FolderHeld(
             f"{self.folder} is being trained by {holder}; wait for it, stop it, or train into another folder"
         )
 
