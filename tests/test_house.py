@@ -3,6 +3,7 @@ rooms is the disk's."""
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ SHARED_FILES = {
     "training.py": {"report/figures", "report/sections"},
 }
 SHARED_CLASSES = {"Tiles": {"kernels/backends/sm80.py", "kernels/backends/sm90.py", "kernels/backends/triton.py"}}
+AT_HOME = {
+    ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "benchmarks", "constraints.txt",
+    "docs", "examples", "mkdocs.yml", "pyproject.toml", "results", "src", "tests",
+}  # fmt: skip
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if "__pycache__" not in path.parts)
 
 
@@ -158,6 +163,15 @@ def test_nothing_is_ever_unpickled(path: Path) -> None:
         if isinstance(node, ast.Call):
             assert ast.unparse(node.func) != "torch.load", f"{path}:{node.lineno} calls torch.load"
             assert not any(word.arg == "allow_pickle" for word in node.keywords), f"{path}:{node.lineno}"
+
+
+def test_the_folder_holds_nothing_that_was_left_behind() -> None:
+    """A report, a run or a profile that somebody made here and committed with the rest."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    assert found <= AT_HOME, f"{sorted(found - AT_HOME)} at the root: take it out, or name it here"
 
 
 def test_the_readme_shows_every_room_and_no_other() -> None:
