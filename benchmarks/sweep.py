@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[..., NestedNet]] = {
     "stripes": lambda module, shape: nestling.nest(module, "w,w", shape, uneven=True),
     "keep": lambda module, shape: nestling.keep(module, (1 / 4, 1 / 4), shape, proof=False),  # stripes has proved it
 }
-SECONDS = 240  # for one model in all three ways
+SECONDS = 900  # for one model in all three ways
 LARGEST = 60_000_000  # parameters
 FILE = Path(__file__).parent.parent / "results" / "sweep.csv"
 COLUMNS = ["library", "family", "model", "kind", "image", "params", *WAYS, *(f"why_{way}" for way in WAYS), "seconds"]
@@ -92,7 +92,7 @@ def smallest(made: dict[str, Callable[[], nn.Module]], family: Callable[[str], s
         except Exception:  # some models do not build without data; another of the family may
             continue
         found[family(name)] = min(found.get(family(name), (size, name)), (size, name))
-    for kind, (size, name) in sorted(found.items()):
+    for size, name, kind in sorted((size, name, kind) for kind, (size, name) in found.items()):
         if size <= LARGEST:
             yield kind, name, size
 
@@ -112,9 +112,6 @@ def examine(make: Callable[[], nn.Module], send: Any) -> None:
         send({"kind": row["kind"], **{f"why_{way}": f"takes no images: {first_line(error)}" for way in WAYS}})
         return
     row["image"] = "x".join(map(str, x.shape[1:]))
-    with torch.no_grad():
-        for _ in range(3):  # norms that have seen something
-            module.train()(torch.randn(4, *x.shape[1:]))
     module.eval()
     send(row)
     for way, nested in WAYS.items():
@@ -157,6 +154,7 @@ def images(module: nn.Module) -> Tensor:
         x = torch.randn(2, channels, side, side)
         try:
             with torch.no_grad():
+                module.train()(torch.cat([x, x]))  # auxiliary heads may need larger images; norms have seen something
                 found = module.eval()(x)
             if isinstance(found, Tensor) and torch.isfinite(found).all():
                 return x
@@ -300,7 +298,7 @@ def main() -> None:
                 if rows[-1].get(f"why_{way}"):
                     print(f"    {way}: {rows[-1][f'why_{way}']}", flush=True)
             if not options.only:
-                write(rows)
+                write([row for row in rows if "unfinished" not in row.values()])  # those are tried again next time
     print(json.dumps(tally(rows)))
 
 

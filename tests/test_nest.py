@@ -408,16 +408,18 @@ def test_auxiliary_heads_are_left_out_and_said_so(caplog: pytest.LogCaptureFixtu
                 nn.BatchNorm2d(8),
                 nn.Linear(8, 5),
             )
+            self.aux_drop, self.drop = nn.Dropout(0.7), nn.Dropout(0.3)
 
         def forward(self, x: Tensor) -> Any:
             y = self.one(x)
-            logits = self.fc(F.relu(self.two(F.relu(y))).mean((2, 3)))
-            return (logits, self.fc(self.aux(y).mean((2, 3)))) if self.training else logits
+            other = self.aux_drop(self.aux(y)) if self.training else y  # draws its random numbers first
+            logits = self.fc(self.drop(F.relu(self.two(F.relu(y))).mean((2, 3))))
+            return (logits, self.fc(other.mean((2, 3)))) if self.training else logits
 
     module = Auxiliary().double()
     net, x = nest(module, "", shape=IMAGE), torch.randn(2, *IMAGE, dtype=torch.float64)
-    assert "of ['aux'] something runs that reaches no answer" in caplog.text
-    assert torch.allclose(net(x)[0], module.eval()(x)) and "aux" not in net._modules
+    assert "of ['aux', 'aux_drop'] something runs that reaches no answer" in caplog.text
+    assert torch.allclose(net.eval()(x)[0], module.eval()(x)) and "aux" not in net._modules
 
 
 def test_stripes_are_cut_at_the_nearest_channel() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from nestling.errors import NestlingError
 from nestling.nets.births import grow
@@ -122,6 +123,9 @@ class Both:
     def __init__(self, module: nn.Module, twin: nn.Module, sketch: Sketch, net: str) -> None:
         self.net, self.sketch = net, sketch
         self.module = copy.deepcopy(twin)
+        for path, layer in self.module.named_modules():
+            if path in sketch.dropped and isinstance(layer, _DropoutNd):
+                layer.p = 0.0  # else it would draw random numbers that the others of the nest then draw
         self.made = assemble(sketch, grow(""), True, net, module.training)
         self.one = self.made.net
         kinds = {p.dtype for p in twin.parameters() if p.is_floating_point()}
