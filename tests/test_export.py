@@ -175,11 +175,15 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
     options: dict[Any, tuple[Any, ...]] = {
         DropPath: (0.5,), nn.MaxPool1d: (3, 2, 1), nn.AvgPool1d: (2,), nn.AdaptiveAvgPool1d: (1,), nn.AdaptiveMaxPool1d: (1,),
         nn.MaxPool2d: (3, 2, 1), nn.AvgPool2d: (2,), nn.AdaptiveAvgPool2d: (1,), nn.AdaptiveMaxPool2d: (1,),
+        nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.Softplus: (2.0,), nn.CELU: (0.7,), nn.Hardtanh: (-0.5, 2.0),
+        nn.Upsample: (None, 2), nn.UpsamplingNearest2d: (None, 3), nn.ZeroPad2d: ((1, 2, 0, 3),), nn.ConstantPad2d: (1, 0.5),
+        nn.ReflectionPad2d: ((1, 2, 0, 3),), nn.ReplicationPad2d: (2,), nn.Softshrink: (0.7,),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()
     x = torch.randn(2, 4, *[8] * (1 if "1d" in kind.__name__ else 2)) * 3
     expected = module(x)
     frozen = Frozen(1, (Op(Module(), "y", ("input",), tuple(expected.shape[1:]), module=module),), ("input",), (), "y")
+    assert not must_trace(frozen)
     import onnxruntime
 
     model = write_stage(frozen, {"input": tuple(x.shape[1:]), "y": tuple(expected.shape[1:])})
@@ -249,7 +253,36 @@ def test_functional_networks_are_written_directly(pool: Callable[[Tensor], Tenso
 
 @pytest.mark.parametrize(
     "activation",
-    [F.relu, torch.tanh, F.gelu, F.mish, F.hardswish, F.selu, partial(F.leaky_relu, negative_slope=0.2), F.softsign],
+    [
+        F.relu,
+        torch.tanh,
+        F.gelu,
+        F.mish,
+        F.hardswish,
+        F.selu,
+        partial(F.leaky_relu, negative_slope=0.2),
+        F.softsign,
+        F.relu6,
+        F.silu,
+        F.softplus,
+        F.hardsigmoid,
+        F.elu,
+        F.celu,
+        F.logsigmoid,
+        F.hardtanh,
+        lambda x: x.sigmoid(),
+        lambda x: torch.clamp(x, -1, 2),
+        lambda x: x.clamp(min=0),
+        lambda x: x * x.sigmoid(),
+        lambda x: 1 - x / 2,
+        lambda x: (x + 3).clamp(0, 6) * 0.5,
+        lambda x: x.abs() + torch.exp(-x),
+        lambda x: F.interpolate(x, scale_factor=2),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
+        lambda x: F.pad(x, (1, 0, 2, 1)),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    ],
 )
 def test_functional_activations_are_written_directly(activation: Callable[[Tensor], Tensor]) -> None:
     net = nest(Functional(lambda x: x.mean((2, 3)), activation), "w", (3, 8, 8)).eval()

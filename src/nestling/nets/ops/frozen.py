@@ -40,7 +40,7 @@ class OnnxWriter(Protocol):
     def add(self, kind: str, reads: Sequence[str], out: str, attributes: Mapping[str, Any] | None = None) -> str:
         """A node; returns the name of what it gives."""
 
-    def constant(self, name: str, value: Tensor) -> str: ...
+    def constant(self, name: str, value: Any) -> str: ...
 
     def ints(self, name: str, *values: int) -> str:
         """A constant list of 64-bit integers."""

@@ -45,10 +45,19 @@ class Module(Operation):
         return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]
 
     def write(self, graph: OnnxWriter, op: Op) -> None:
-        from nestling.nets.ops.forms import as_onnx
+        from nestling.nets.ops.forms import GIVEN, LAST, as_onnx
 
         assert op.module is not None
         steps, value = as_onnx(op.module) or [], op.reads[0]
-        for index, (kind, attributes) in enumerate(steps):
+        for index, step in enumerate(steps):
+            names = {GIVEN: op.reads[0], LAST: value, None: ""}
+            reads = [
+                names[each]
+                if each is None or isinstance(each, str)
+                else graph.constant(f"{op.out}.{index}.{place}", each)
+                for place, each in enumerate(step.reads)
+            ]
+            while not reads[-1]:  # what is left out at the end is not named
+                reads.pop()
             last = index == len(steps) - 1
-            value = graph.add(kind, [value], op.out if last else f"{op.out}.{index}", attributes)
+            value = graph.add(step.kind, reads, op.out if last else f"{op.out}.{index}", step.attributes)
