@@ -190,7 +190,7 @@ class Anytime:
             if self.worker.run_here(image, work, promise):
                 answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end, image.guarded, image.first)
+                    promise.observe(self.clock() - end, image.tried)
                 return answer
             image.deadline = min(image.deadline, due)
         waiting = Waiting(self.worker, self._form, [image], [due], began, promise)
@@ -248,8 +248,8 @@ class Anytime:
         """Answer black images, so that the first real question does not pay for what is set up on first use, and a batch's
         price is known; and see how late this machine wakes a thread up now."""
         black = np.zeros(self.spec.shape, np.float32)
-        for _ in range(2):
-            self.answer(black)
+        for deadline in (None, None, 10 * sum(self.pace.base)):  # with a deadline there is a guard
+            self.answer(black, deadline=deadline)
         self.answer_batch(np.stack([black] * 4))
         promise, late = self._promise(LATE), wakeups(self.clock)
         promise.guard.value, promise.timer.value = (

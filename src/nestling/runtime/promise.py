@@ -1,9 +1,9 @@
 """What a caller is promised about deadlines, and the feedback by which it is kept, whatever the load.
 
 `late` is the share of answers that may come after their deadline. Three numbers are moved by what happened: how much longer
-than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline a guard or a timer
-must go off, and how long after it a first stage may still go on. Each moves one way when an answer was late and the other when
-not, in such steps that the share of late answers is the one promised. `late=None` promises nothing: be soon.
+than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline something must be done
+or a guard go off, and how long after it a first stage may still go on. Each moves one way when an answer was late and the other
+when not, in such steps that the share of late answers is the one promised. `late=None` promises nothing: be soon.
 """
 
 import math
@@ -14,6 +14,7 @@ from nestling.errors import NestlingError
 from nestling.runtime.bell import Bell
 from nestling.runtime.prompt import Promptly
 
+TRIED = ("sure", "guarded", "first", "jump")
 LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
@@ -30,18 +31,19 @@ class Promise:
     def __init__(self, late: float | None = LATE) -> None:
         self.late = late
         self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
-        # An answer of the caller's own thread is late for one of three reasons, which share what is promised. Most is for the one
-        # that is worth it: without a first stage there would be no answer at all.
-        self.caution = Caution((late or 0.5) / 4)
-        self.guard = Margin((late or 0.5) / 4)  # for stages that are ended at the deadline
-        self.grace = Grace((late or 0.5) / 2)
+        # An answer of the caller's own thread is late for one of four reasons, which share what is promised: the first has half.
+        self.early = Margin((late or 0.5) / 2)  # how much before the deadline D_s must usually be done to be begun with
+        share = (late or 0.5) / 6
+        self.caution, self.guard, self.grace = Caution(share), Margin(share), Grace(share)
 
-    def observe(self, late: float, guarded: bool, first: bool) -> None:
-        """An answer of the caller's own thread came so many seconds after its deadline (less than none: before); `guarded`: its
-        last stage had a guard; `first`: it was the first one."""
-        self.caution.observe(late > 0 and not guarded and not first)
-        self.guard.observe(self.guard.value + late if guarded and late > 0 and not first else 0.0)
-        self.grace.observe(late > 0 and first)
+    def observe(self, late: float, tried: str) -> None:
+        """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
+        last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED)."""
+        was_late = late > 0
+        self.caution.observe(was_late and tried == "sure")
+        self.guard.observe(self.guard.value + late if was_late and tried == "guarded" else 0.0)
+        self.grace.observe(was_late and tried in ("first", "jump"))
+        self.early.observe(self.early.value + late if was_late and tried == "jump" else 0.0)
 
 
 class Caution:
@@ -58,17 +60,16 @@ class Caution:
 
 
 class Grace:
-    """How long after the deadline the first stage of an image may go on, if it is not done by then; less than nothing: it must
-    be done so much before. Seconds."""
+    """How long after the deadline the first stage of an image may go on, if it usually is in time and is not now. Seconds."""
 
-    LEAST, MOST, STEP = -0.2e-3, 0.3e-3, 0.2e-3
+    MOST, STEP = 0.3e-3, 0.1e-3
 
     def __init__(self, late: float) -> None:
         self.step, self.value = StepSizes(late), self.MOST
 
     def observe(self, late: bool) -> None:
         """An answer came, late because of this or not."""
-        self.value = min(self.MOST, max(self.LEAST, self.value - self.STEP * self.step(late)))
+        self.value = min(self.MOST, max(0.0, self.value - self.STEP * self.step(late)))
 
 
 class StepSizes:

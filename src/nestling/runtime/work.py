@@ -43,12 +43,11 @@ class ImageWork:
         "deadline",
         "error",
         "final",
-        "first",
-        "guarded",
         "listeners",
         "place",
         "thresholds",
         "trail",
+        "tried",
         "work",
     )
 
@@ -57,7 +56,7 @@ class ImageWork:
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
-        self.guarded = self.first = False  # whether the last stage that was tried had a guard, and was the first
+        self.tried = "sure"  # what the last stage was (promise.TRIED)
         self.error: Exception | None = None
         self.listeners: tuple[tuple[Listener, bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None

@@ -176,25 +176,25 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        guarded = first = False
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
-            stage, first = self.next_stage(work, left), not image.best[0]
+            stage, first = self.next_stage(work, left - (0.0 if soon else promise.early.value)), not image.best[0]
             straight = stage > work.done + 1
             if image.trail is not None and not work.done:
                 image.trail.first = stage
+            likely = pace.quantile(stage, HOPE, straight)
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            if not sure and not first and (soon or pace.quantile(stage, HOPE) > left - promise.guard.value):
+            if not sure and not first and (soon or likely > left - promise.guard.value):
                 pace.skip(stage)
                 break
-            guarded = not (sure or soon)
-            if guarded and not self.engine.stops:
+            image.tried = ("jump" if straight else "first") if first else "sure" if sure else "guarded"
+            if not (sure or soon or self.engine.stops):
                 return False
             if not soon and left < inf and self.engine.stops:
-                margin = min(promise.guard.value, MOST_EARLY) if guarded else 0.0
+                margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
                 if first:
-                    margin = min(-promise.grace.value, left / 10)
+                    margin = -promise.grace.value if likely <= left else min(margin, left / 10)
                 self.guard.until(image.deadline - margin, work.stop)
             began = self.clock()
             done = self.advance(work, stage)
@@ -202,7 +202,6 @@ class Worker:
             if not done:
                 pace.gave_up(stage, self.clock() - began, straight)
                 break
-        image.guarded, image.first = guarded, first
         return True
 
     def next_stage(self, work: Work, left: float) -> int:
