@@ -1,9 +1,12 @@
 """A nest beside networks to choose from: who is chosen, how answers are counted, and what the command shows."""
 
 import io
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,3 +160,34 @@ def test_other_processes_end_with_the_load(monkeypatch: pytest.MonkeyPatch) -> N
     with other_processes("bursts"):
         assert len(begun) == 2 and all(each.poll() is None for each in begun)
     assert all(each.poll() is not None for each in begun)
+
+
+@pytest.mark.parametrize("load", ["busy", "bursts"])
+def test_other_processes_do_not_outlive_a_process_that_was_killed(load: str) -> None:
+    program = f"""
+import os, signal
+from nestling.studies import live
+popen = live.subprocess.Popen
+def begin(words):
+    made = popen(words)
+    print(made.pid, flush=True)
+    return made
+live.subprocess.Popen = begin
+with live.other_processes("{load}"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    end = time.monotonic() + 30
+    while any(running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(running(pid) for pid in pids)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

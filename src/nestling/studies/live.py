@@ -36,10 +36,17 @@ MUCH_TOO_LATE = 0.5e-3  # seconds after a deadline at which an answer is worth n
 PAUSE = 2e-3  # seconds before each question
 BLOCK = 40  # questions in turn
 RANGES = (0.25, 0.5, 0.75, 1.0)  # of the longest deadline: where ranges end
-SPIN = "while True: pass"
+# They end with the process that began them, also where that was killed.
+SPIN = """
+import os
+began = os.getppid()
+while os.getppid() == began:
+    for _ in range(100_000): pass
+"""
 BURSTS = """
-import random, time
-while True:
+import os, random, time
+began = os.getppid()
+while os.getppid() == began:
     end = time.monotonic() + random.uniform(0.01, 0.5)
     while time.monotonic() < end: pass
     time.sleep(random.uniform(0.01, 0.5))
