@@ -146,6 +146,18 @@ def forms() -> dict[str, tuple[Any, Any]]:
     }
 
 
+def test_weights_from_before_nesting_are_refused_with_what_to_do() -> None:
+    module = backbone()
+    for net in (nested(), nestling.exits(module, at=(0.3,), shape=(1, 8, 8)), nestling.keep(module, shape=(1, 8, 8))):
+        with pytest.raises(NestlingError, match=r"saved before nesting go into the module.*module.load_state_dict"):
+            net.load_state_dict(module.state_dict())
+        net.load_state_dict(net.state_dict())
+    x, trained = torch.randn(2, 1, 8, 8), backbone()
+    torch.nn.init.normal_(next(trained.parameters()))
+    module.load_state_dict(trained.state_dict())  # what the message says
+    assert torch.allclose(nestling.nest(module.eval(), "", shape=(1, 8, 8))(x)[0], trained.eval()(x), atol=1e-6)
+
+
 @pytest.mark.parametrize("form", list(forms()))
 def test_data_come_in_any_form(form: str, tmp_path: Path) -> None:
     train, test = forms()[form]

@@ -152,6 +152,19 @@ class NestedNet(nn.Module):
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; weights of a module before it was nested are refused with what to do about them."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            mine = self.state_dict()
+            strange = [key for key in (*state_dict, *mine) if key not in mine or key not in state_dict]
+            found = f"{strange[0]!r} is only in one of them" if strange else str(error).splitlines()[-1].strip()
+            raise NestlingError(
+                f"these weights are not those of the nest {self.plan.name} ({found}). Weights that were saved before nesting "
+                "go into the module, which is nested then: module.load_state_dict(state); net = nestling.nest(module, ...)"
+            ) from error
+
     def reset(self, generator: torch.Generator) -> "NestedNet":
         """Draw all weights anew from a generator: same seed, same network. Norms forget what they have seen."""
         for node in self.plan.nodes:
