@@ -44,6 +44,7 @@ from nestling import (
     nest,
     override,
     resolve,
+    trainable,
 )
 
 
@@ -70,6 +71,10 @@ def make_a_network(backbone: nn.Module) -> tuple[NestedNet, NestedNet, NestedNet
 def fit_a_network(net: NestedNet, images: Tensor, labels: Tensor, teacher: nn.Module) -> list[float]:
     run = fit(net, (images, labels), (images, labels), teacher=teacher, epochs=3, strategy="sgd")
     return [row["error"] for row in run.results["stages"]]
+
+
+def search(recipe: Recipe) -> None:
+    assert_type(trainable(recipe, set=("train.epochs=3",))({"train.lr": 0.1}), None)
 
 
 def ask_a_network(net: NestedNet, x: Tensor) -> int:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers; tests/test_typed.py holds these lines, _
     from nestling.runtime.verified import export_net
     from nestling.serve.server import Server
     from nestling.studies.fit import fit
+    from nestling.studies.sweep.tune import trainable
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "nest",
     "override",
     "resolve",
+    "trainable",
 ]
 
 _ROOMS = {  # where each public name comes from
@@ -94,6 +96,7 @@ _ROOMS = {  # where each public name comes from
     "nestling.runtime.verified": ("export_net",),
     "nestling.serve.server": ("Server",),
     "nestling.studies.fit": ("fit",),
+    "nestling.studies.sweep.tune": ("trainable",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

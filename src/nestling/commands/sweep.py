@@ -27,7 +27,7 @@ def command(
     grid: tuple[str, ...] = (),
     set: tuple[str, ...] = (),
     out: str = "",
-    on: Literal["local"] = "local",
+    on: Literal["local", "ray"] = "local",
     beside: int = 0,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -42,8 +42,9 @@ def command(
             "strategy.order=1,2,3;3,2,1"; may be repeated.
         set: change a field of all runs, key=value; may be repeated.
         out: folder of the run folders and of results.csv (one row per run and stage); by default runs/sweep-RECIPE.
-        on: where to train; local: processes of this machine.
-        beside: runs at the same time, on each GPU or, without one, in all; by default 3 on a GPU, 1 without.
+        on: where to train; local: processes of this machine; ray: a Ray cluster (RAY_ADDRESS, or the one that runs here).
+        beside: runs at the same time, on each GPU or, without one, in all; by default 3 on a GPU, else 1, and with Ray one
+            for each core.
         quiet: no progress.
     """
     base = override(named(recipe), set)
@@ -62,6 +63,10 @@ def command(
 
 
 def place(on: str, beside: int) -> Workplace:
+    if on == "ray":
+        from nestling.studies.sweep.cluster import Cluster
+
+        return Cluster(beside)
     return Processes(beside)
 
 

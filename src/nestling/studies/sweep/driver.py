@@ -160,15 +160,13 @@ def begin(one: SweepRun, place: Workplace, command: str) -> None:
     try:
         one.run.hold()
         one.run.release()
+        begin_or_go_on(one)  # it may have been finished elsewhere
+        if one.state != "finished":
+            one.where, one.state, one.why = place.start(one, command), "running", ""
     except FolderHeld as error:
         one.state, one.why = "elsewhere", str(error)
-        return
     except NestlingError as error:
         one.state, one.why = "failed", str(error)
-        return
-    begin_or_go_on(one)  # it may have been finished elsewhere
-    if one.state != "finished":
-        one.where, one.state, one.why = place.start(one, command), "running", ""
 
 
 def settle(ending: Ending) -> None:

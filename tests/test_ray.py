@@ -1,0 +1,125 @@
+"""Sweeps on Ray, with one node: bits are those of single runs, and what is killed comes back. Skipped where Ray is missing;
+benchmarks/two_nodes.py loses a node of two."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sweep
+from test_sweep import GRID, assert_same, base, holder, started, wait_until, words
+
+from nestling.commands import cli
+from nestling.errors import NestlingError
+from nestling.runs.folder import RunDir
+from nestling.studies.sweep import cluster
+from nestling.studies.sweep.axes import grid_runs
+from nestling.studies.sweep.cluster import bring, changed, train_away
+from nestling.studies.sweep.driver import SweepRun, sweep
+
+alone = test_sweep.alone  # each run by itself
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: sweeps on Ray are not tested")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=cluster.findable())
+    yield ray
+    ray.shutdown()
+
+
+def away(settings: list[str], path: Path, **changes: Any) -> Any:
+    """What a node does, here and without Ray."""
+    from dataclasses import asdict
+
+    from nestling import __version__
+    from nestling.recipes.recipe import override
+
+    recipe = asdict(override(base(), settings))
+    task = {"recipe": recipe, "path": str(path), "command": "x", "threads": 1, "version": __version__}
+    return train_away({**task, **changes}, changed(path, {}))
+
+
+def test_files_come_home_after_every_epoch_and_another_node_goes_on_with_them(tmp_path: Path, alone: Path) -> None:
+    settings, home = ["strategy.name=sgd", "train.seed=0"], tmp_path / "run"
+    node = away(settings, home)
+    assert re.search(r"process \d+", next(node)["where"])
+    for _ in range(2):
+        bring(next(node)["files"], home)
+    node.close()  # it is lost
+    assert len(RunDir(home).read_log()) == 2 and RunDir(home).load_checkpoint()[1]["epoch"] == 2
+    for news in away(settings, home):
+        bring(news.get("files", {}), home)
+    one, other = test_sweep.weights(home), test_sweep.weights(alone / "strategy-sgd-seed-0")
+    assert all((one[key] == other[key]).all() for key in other)
+    assert not list(home.glob(".*"))
+
+
+def test_a_node_says_what_is_wrong(tmp_path: Path) -> None:
+    assert "became nan" in list(away(["train.lr=1e30"], tmp_path / "run"))[-1]["error"]
+    assert "nestling is 0.0.0 here" in list(away([], tmp_path / "run", version="0.0.0"))[-1]["error"]
+
+
+def test_where_ray_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(NestlingError, match=r"pip install 'nestling\[ray\]'"):
+        cluster.Cluster()
+
+
+@pytest.mark.slow
+def test_a_sweep_on_ray_has_the_bits_of_single_runs_though_a_worker_is_killed(
+    node: Any, tmp_path: Path, alone: Path
+) -> None:
+    killed: list[int] = []
+
+    def tell(runs: list[SweepRun]) -> None:
+        one = runs[0]
+        found = re.search(r"process (\d+)", one.where)
+        if found and one.state == "running" and one.epoch in (1, 2) and not killed:
+            killed.append(int(found[1]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    found = sweep(grid_runs(base(), GRID), tmp_path, cluster.Cluster(), tell=tell)  # type: ignore[arg-type]
+    assert killed and {one.state for one in found} == {"finished"}, [one.why for one in found]
+    assert_same(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_goes_on_when_called_again(node: Any, tmp_path: Path, alone: Path) -> None:
+    out = tmp_path / "sweep"
+    environment, os.environ["RAY_ADDRESS"] = dict(os.environ), node.get_runtime_context().gcs_address
+    try:
+        process = started(out, "--on", "ray")
+        first = out / "strategy-sgd-seed-0"
+        wait_until(lambda: (first / "checkpoint.safetensors").exists() and holder(first) != 0, process)
+        process.kill()
+        process.communicate(timeout=60)
+        assert not (out / "results.csv").exists()
+        assert cli.main(words(out, "--on", "ray")) == 0
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    assert_same(out, alone)
+
+
+@pytest.mark.slow
+def test_tune_stops_runs_by_the_errors_of_their_stages(node: Any, tmp_path: Path) -> None:
+    tune = pytest.importorskip("ray.tune", reason="Ray Tune is not installed")
+    from nestling.studies.sweep.tune import trainable
+
+    settings = ("train.epochs=3", "train.batch=64", "data.limit=256")
+    tuner = tune.Tuner(
+        trainable("digits-width", settings),
+        param_space={"strategy.name": tune.grid_search(["sgd", "osgd"]), "train.lr": 0.05},
+        tune_config=tune.TuneConfig(metric="error_3", mode="min", max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), stop={"error_1": 1.0, "epoch": 2}, verbose=0),
+    )
+    found = tuner.fit()
+    assert not found.errors and len(found) == 2
+    assert all(each.metrics["epoch"] == 2 and 0 <= each.metrics["error_3"] <= 1 for each in found)
+    best = found.get_best_result()
+    with best.checkpoint.as_directory() as folder:
+        assert RunDir(folder).load_checkpoint()[1]["epoch"] == 2
