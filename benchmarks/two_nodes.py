@@ -64,7 +64,7 @@ def main() -> None:
         if not lost and done >= 2 and len([one for one in every if "process" in one.where and one.epoch]) > done:
             lost.append("node")
             raylets.remove_node(nodes[1], allow_graceful=False)
-        lost.extend(f"{one.name}: {one.why}" for one in every if one.lost and f"{one.name}: {one.why}" not in lost)
+        lost.extend(one.name for one in every if one.lost and one.name not in lost)
 
     every = sweep(runs, folder / "ray", Cluster(), tell=tell)  # type: ignore[arg-type]
     ray.shutdown()

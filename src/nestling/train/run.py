@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nestling.files import RESULTS
+from nestling.files import RECIPE, RESULTS
 from nestling.recipes.recipe import Recipe
 from nestling.runs.folder import RunDir
 from nestling.train import progress
@@ -38,6 +38,7 @@ def train(
     until = time.monotonic() + seconds
     more_queues()
     join_ranks()
+    resume = resume or (restarted() and RunDir(path).has(RECIPE))
     with on_signal() as stop, ExitStack() as held:
         with progress.bar(recipe.name, quiet or not main_rank()) as shown:
             shown.startup.seconds["import"] = imports
@@ -68,6 +69,11 @@ def train_side_by_side(
             raise outcome.error
     done = [run for run in (RunDir.open(path) for _, path in recipes) if run.has(RESULTS)]
     return [dict(run.read_json(RESULTS)) for run in done]
+
+
+def restarted() -> bool:
+    """Whether torchrun (`--max-restarts`) has started these processes again, after one of them was lost: they go on."""
+    return dist.is_torchelastic_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def join_ranks() -> None:
