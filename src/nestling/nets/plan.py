@@ -311,9 +311,11 @@ def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
 
 def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ...]], nodes: list[Node]) -> str:
     """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more."""
+    source = plan.by_name[read]
+    if len(kept[node.name]) == node.channels and len(kept[read]) == source.channels:
+        return read  # nothing is cut here
     reads, index = plan.reads_of(node), node.reads.index(read)
     wanted = tuple(sorted({c for row in kept[node.name] for c in node.op.parents(node, reads, row)[index]}))
-    source = plan.by_name[read]
     if wanted == kept[read]:
         return read
     place = {channel: i for i, channel in enumerate(kept[read])}

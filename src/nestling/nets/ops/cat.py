@@ -34,6 +34,13 @@ class Cat(Operation):
             row -= read.channels
         return tuple(found)
 
+    def spread(self, node: Node, reads: Sequence[Node], mine: Sequence[int], theirs: Sequence[list[int]]) -> None:
+        """As ever, without asking for each row which of many tensors it is of."""
+        rows = iter(mine)
+        for read, bits in zip(reads, theirs, strict=True):
+            for channel, owned in zip(range(read.channels), rows, strict=False):
+                bits[channel] |= owned
+
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return lazy.torch.cat(list(reads), self.axis) if len(reads) > 1 else reads[0]
 
