@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from trunks import TRUNKS, trunk_problem
 
 Step = Callable[[], None]
 
@@ -44,7 +45,8 @@ def thirds(width: int, convs: int) -> tuple[int, ...]:
     return (width,) * convs + (2 * width,) * convs + (4 * width,) * convs
 
 
-CASES = {
+CASES: dict[str, "Case | str"] = {
+    **{name: name for name in TRUNKS},
     "3 exits, 0.5 M parameters, batch 64": Case(thirds(32, 3), (3, 6, 9), 64),
     "6 exits, 0.7 M parameters, batch 64": Case(thirds(32, 4), (2, 4, 6, 8, 10, 12), 64),
     # Exits at about a quarter, a half and the whole of the work, as the paper spaces them.
@@ -82,7 +84,9 @@ class Exits(nn.Module):
         return found
 
 
-def problem(case: Case) -> tuple[Exits, Callable[[], list[Tensor]]]:
+def problem(case: "Case | str") -> tuple[nn.Module, Callable[[], list[Tensor]]]:
+    if isinstance(case, str):
+        return trunk_problem(case)
     torch.manual_seed(0)
     net = Exits(case)
     x, y = torch.randn(case.batch, 3, 32, 32), torch.randint(10, (case.batch,))
@@ -187,7 +191,7 @@ METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
 }
 
 
-def ready(case: Case) -> dict[str, Step]:
+def ready(case: "Case | str") -> dict[str, Step]:
     """Every method that is installed, warmed up."""
     steps = {}
     for name, make in METHODS.items():
@@ -201,7 +205,7 @@ def ready(case: Case) -> dict[str, Step]:
     return steps
 
 
-def timed(case: Case, rounds: int, seed: int) -> dict[str, list[float]]:
+def timed(case: "Case | str", rounds: int, seed: int) -> dict[str, list[float]]:
     """Seconds per step, per method and round."""
     steps = ready(case)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -221,7 +225,7 @@ def resident(field: str) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
 
 
-def memory_here(case: Case, method: str) -> dict[str, float]:
+def memory_here(case: "Case | str", method: str) -> dict[str, float]:
     """MiB of a step above the loaded model: peak resident set, and peak of what torch allocated. In a fresh process."""
     warm = METHODS[method](*problem(Case(thirds(16, 1), (1, 2, 3), 4)))
     warm()  # whatever a method loads and sets up is not what a step needs

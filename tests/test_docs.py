@@ -14,6 +14,16 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 # What a reader of a page already has when the first block begins.
 GIVEN = {
+    "coming.md": """
+import torch
+from torch import nn
+model = nn.ModuleDict({"trunk": nn.Sequential(nn.Linear(6, 8), nn.Tanh()), "a": nn.Linear(8, 3), "b": nn.Linear(8, 1)})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(4, 6)
+features = model["trunk"]
+heads = lambda f: [model["a"](f).pow(2).mean(), model["b"](f).pow(2).mean()]
+losses = lambda x: heads(features(x))
+""",
     "gradients.md": """
 import torch, nestling
 from nestling.nets import build

@@ -42,10 +42,12 @@ class WeightUse:
 
     def gram(self) -> Tensor:
         """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64."""
-        inputs, deltas = self._wide_inputs(), torch.stack([self._wide_delta(task) for task in self.tasks], 1)
+        inputs, deltas = self._wide_inputs(), torch.stack([self._wide_delta(task) for task in self.tasks])
         among = inputs @ inputs.T  # (i, i)
-        mixed = (among @ deltas.flatten(1)).view_as(deltas)  # (i, tasks, out)
-        return torch.einsum("isc,itc->st", mixed, deltas)
+        mixed = torch.stack(
+            [among @ delta for delta in deltas]
+        )  # (tasks, i, out): one after another, nothing is permuted
+        return mixed.flatten(1) @ deltas.flatten(1).T
 
     def _wide_inputs(self) -> Tensor:
         """a: (i, entries of a weight's row), float64."""
