@@ -1,6 +1,7 @@
 """The server under open-loop load: Poisson arrivals, latency from the time at which a request was meant to be sent.
 
     python benchmarks/serve.py --seconds 8 --json results/serve-cpu.json
+    python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png
 
 Rates are 0.5, 1, 2 and 4 times what the full network alone answers at most behind the same server; deadline 20 ms.
 nest: width-resnet42-cifar10. full: the independent network of its last stage's size. chooser: three independent networks, of
@@ -266,20 +267,46 @@ def measure(seconds: float, deadline: float, contenders: Sequence[str]) -> dict[
     }
 
 
+def draw(runs: Sequence[dict[str, Any]], file: str) -> None:
+    """Of all requests, how many were answered rightly and in time; one line per contender and run."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    looks = {"nest": ("#aa2c94", "o"), "chooser": ("#0072b2", "s"), "full": ("#4a5463", "D")}
+    for run in runs:
+        for contender, rows in run["contenders"].items():
+            colour, marker = looks[contender]
+            shares = [100 * rows[str(load)]["right_on_time"] for load in LOADS]
+            axes.plot(range(len(LOADS)), shares, color=colour, marker=marker, alpha=0.8)
+    for contender, text in (("nest", "nest"), ("chooser", "three nets, chosen by load"), ("full", "full net alone")):
+        axes.plot([], [], color=looks[contender][0], marker=looks[contender][1], label=text)
+    axes.set_xticks(range(len(LOADS)), [f"{load:g}x" for load in LOADS])
+    axes.set(xlabel="requests, as multiples of what the full net alone can answer", ylabel="right and in time, %", ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=140)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", default="", help="be the server of this contender")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--deadline", type=float, default=0.02)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", default="", help="a file to which the run is added")
+    parser.add_argument("--picture", default="", help="measure nothing, draw the runs of the --json file here")
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.deadline)
         return
+    if options.picture:
+        draw(json.loads(Path(options.json).read_text())["runs"], options.picture)
+        return
     found = measure(options.seconds, options.deadline, options.contenders)
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        file = Path(options.json)
+        runs = json.loads(file.read_text())["runs"] if file.is_file() else []
+        file.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
