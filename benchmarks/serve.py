@@ -35,14 +35,15 @@ from nestling.runtime.runtime import Runtime
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
 from nestling.serve.model import Model
+from nestling.serve.scheduler import CAUTION
 from nestling.serve.server import Server
 from nestling.serve.service import Service
+from nestling.serve.way import Way
 
 NAME = "width-resnet42-cifar10"
 ALONE = (0.0899, 0.0625, 0.0499)  # test errors of independent nets, results/cifar10-h200.csv: strategy alone, seed 0
 LOADS = (0.5, 1.0, 2.0, 4.0)
 CONTENDERS = ("nest", "full", "chooser")
-FITS = 0.8  # of the deadline: the chooser's caution
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -54,6 +55,7 @@ class ChoosingServer(Server):
     def __init__(self, deadline: float) -> None:
         super().__init__(named={str(stage): independent(stage) for stage in (1, 2, 3)}, device="cpu")
         self.deadline, turn = deadline, threading.Lock()
+        self.way: Way | None = None  # what a deadline leaves after the way there and back, as the service knows it
         for model in self.models.values():
             step = model.stages.engine.step
 
@@ -66,7 +68,8 @@ class ChoosingServer(Server):
     def model(self, name: str = "") -> Model:
         models = list(self.models.values())
         waits = sum(model.stages.scheduler.open * model.pace.predict(1) for model in models)
-        fits = [model for model in models if waits + model.pace.predict(1) <= FITS * self.deadline]
+        left = self.way.before(self.deadline) if self.way else self.deadline
+        fits = [model for model in models if CAUTION * (waits + model.pace.predict(1)) <= left]
         return fits[-1] if fits else models[0]
 
 
@@ -83,6 +86,8 @@ def serve(contender: str, deadline: float) -> None:
         server = ChoosingServer(deadline) if contender == "chooser" else Server(named={"net": independent(3)})
     sys.setswitchinterval(0.0005)
     service = Service(server)
+    if isinstance(server, ChoosingServer):
+        server.way = service.way
     sockets = Sockets(service, application(service), Place(http=0))
 
     async def live() -> None:
@@ -281,7 +286,11 @@ def draw(runs: Sequence[dict[str, Any]], file: str) -> None:
     for contender, text in (("nest", "nest"), ("chooser", "three nets, chosen by load"), ("full", "full net alone")):
         axes.plot([], [], color=looks[contender][0], marker=looks[contender][1], label=text)
     axes.set_xticks(range(len(LOADS)), [f"{load:g}x" for load in LOADS])
-    axes.set(xlabel="requests, as multiples of what the full net alone can answer", ylabel="right and in time, %", ylim=(0, 100))
+    axes.set(
+        xlabel="requests, as multiples of what the full net alone can answer",
+        ylabel="right and in time, %",
+        ylim=(0, 100),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=140)
