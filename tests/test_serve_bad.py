@@ -92,10 +92,11 @@ def test_json_that_is_wrong_somewhere(running: Running) -> None:
      b'{"inputs":[' + b"1," * 1000 + b"1]}",
      b'{"inputs":[{"name":"input","shape":[99999999999,3,32,32],"datatype":"UINT8","data":[]}]}',
      b'{"inputs":[{"name":"input","shape":[0,3,32,32],"datatype":"UINT8","data":[]}]}',
+     b'{"inputs":[{"name":"input","shape":[0,99999999999,99999999999],"datatype":"UINT8","data":[]}]}',
      b'{"inputs":[{"name":"input","shape":[1,3,32,32],"datatype":"FP32","data":[' + b"1e39," * 3071 + b"1]}]}",
      b'{"inputs":[{"name":"input","shape":[1,3,32,32],"datatype":"FP32","data":[' + b"NaN," * 3071 + b"1]}]}",
      b'{"id":' + b"9" * 5000 + b"}"],
-    ids=range(15),
+    ids=range(16),
 )  # fmt: skip
 def test_json_that_is_wrong_altogether(running: Running, body: bytes) -> None:
     status, said, _ = running.post(PATH, body)
@@ -307,3 +308,10 @@ def test_memory_stays_flat(running: Running) -> None:
     before = size()
     many(4 * COUNT)
     assert size() - before < 8 * 2**20
+
+
+def test_a_shape_of_no_values_with_enormous_sides(running: Running) -> None:
+    tensor = {"name": "input", "shape": [0, 2**40, 2**40], "datatype": "UINT8", "parameters": {"binary_data_size": 0}}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    status, said, _ = running.post(PATH, text, {"Inference-Header-Content-Length": str(len(text))})
+    assert status == 400 and "from 1" in said["error"]

@@ -37,7 +37,7 @@ TENSOR = {
     "required": ["name", "shape", "datatype"],
     "properties": {
         "name": {"const": "input"},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}},
         "datatype": {"enum": ["UINT8", "FP32"]},
         "data": {"type": "array"},
         "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},

@@ -23,9 +23,9 @@ Tensor = NDArray[Any]
 def shape_of(shape: Any, most: int) -> tuple[int, ...]:
     """A shape that a client gave; at most so many values."""
     sides = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str | bytes) else ()
-    if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in sides):
+    if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
         raise Refusal(
-            "wrong", f"found the shape {short(shape)}; expected a list of whole numbers, such as [1, 3, 32, 32]"
+            "wrong", f"found the shape {short(shape)}; expected a list of whole numbers from 1, such as [1, 3, 32, 32]"
         )
     if len(sides) > 8 or prod(sides) > most:
         raise Refusal("too large", f"found the shape {short(shape)}; expected at most {most:,} values")
