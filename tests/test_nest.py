@@ -288,6 +288,65 @@ def backbone(*middle: nn.Module, width: int = 8, out: int = 8, pixels: int = 16)
     return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *middle, *head)
 
 
+class Attention(nn.Module):
+    """As timm writes it: one layer for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.heads, self.fused = nn.Linear(width, 3 * width), nn.Linear(width, width), heads, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(n, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v)
+        else:
+            x = (q * 0.5 @ k.transpose(-2, -1)).softmax(dim=-1) @ v
+        return self.proj(x.transpose(1, 2).reshape(n, tokens, width))
+
+
+class Transformer(nn.Module):
+    """A class token, positions, attention and a wide layer, and the answer of the class token."""
+
+    def __init__(self, width: int = 16, heads: int = 4, fused: bool = False, layers: bool = False) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.randn(1, 1, width))
+        self.places = nn.Parameter(torch.randn(1, 5, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.attention = (
+            nn.MultiheadAttention(width, heads, batch_first=True) if layers else Attention(width, heads, fused)
+        )
+        self.wide, self.narrow, self.head = nn.Linear(width, 32), nn.Linear(32, width), nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), dim=1) + self.places
+        y = self.norms[0](x)
+        x = x + (
+            self.attention(y, y, y, need_weights=False)[0]
+            if isinstance(self.attention, nn.MultiheadAttention)
+            else self.attention(y)
+        )
+        x = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+        return self.head(self.norms[2](x)[:, 0])
+
+
+class Windows(nn.Module):
+    """Attention inside windows of four pixels, which stand beside the images of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.attention = nn.Conv2d(3, 8, 1), nn.LayerNorm(8), Attention(8, 4, False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1))
+        parts = x.view(n, 4, 2, 4, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 8)
+        y = self.attention(parts).view(n, 4, 4, 2, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(n, 8, 8, 8)
+        return self.head((x + y).mean((1, 2)))
+
+
 GOOD: dict[str, Callable[[], nn.Module]] = {
     "batch norm and activations": lambda: backbone(
         nn.BatchNorm2d(8, eps=1e-3, momentum=0.2), nn.ReLU6(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16, affine=False),
@@ -326,6 +385,24 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "stochastic depth": lambda: backbone(nn.Conv2d(8, 8, 1), DropPath(0.0), nn.ReLU()),
     "slices and one gate for all": lambda: backbone(Slices(), nn.ReLU()),
     "functional forms": lambda: backbone(Functional(8), nn.Tanh()),
+    "group norm of one group": lambda: backbone(nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 1), nn.GroupNorm(1, 8, affine=False)),
+    "channels in two dimensions": lambda: backbone(Does(lambda x: x.view(-1, 2, 4, 8, 8).relu().flatten(1, 2))),
+    "a number for every pixel": lambda: backbone(Scaled((8, 8, 8)), nn.ReLU()),
+    "linear over pixels": lambda: backbone(nn.Linear(8, 6), nn.ReLU()),
+    "new dimensions": lambda: backbone(Does(lambda x: x[:, None].flatten(1, 2))),
+    "norms of images with channels last": lambda: backbone(
+        Does(lambda x: x.permute(0, 2, 3, 1)), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), Scaled((8,)),
+        nn.RMSNorm(8), Does(lambda x: x.permute(0, 3, 1, 2)), nn.Conv2d(8, 8, 2, 2)
+    ),
+    "a transformer": lambda: Transformer(fused=False),
+    "a transformer by torch's attention": lambda: Transformer(fused=True),
+    "a transformer by torch's layers": lambda: Transformer(layers=True),
+    "a transformer of windows": lambda: Windows(),
+    "a mixer": lambda: nn.Sequential(
+        nn.Conv2d(3, 16, 2, 2), nn.Flatten(2), nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16),
+        Does(lambda x: x.transpose(1, 2)), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16),
+        Does(lambda x: x.mean(1)), nn.Linear(16, 5)
+    ),
     "several linear layers": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(),
         nn.Dropout(0.0), nn.Linear(16, 5), nn.LogSoftmax(1)
@@ -538,21 +615,17 @@ def shuffle(x: Tensor) -> Tensor:
 
 
 BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "layer norm": (lambda: backbone(nn.LayerNorm((8, 8, 8))), r"cannot nest 1 \(LayerNorm\): it normalises across channels"),
-    "group norm of one group": (lambda: backbone(nn.GroupNorm(1, 8)), r"cannot nest 1 \(GroupNorm\): it normalises across"),
+    "layer norm": (lambda: backbone(nn.LayerNorm((8, 8, 8))), r"cannot nest 1 \(LayerNorm\): it normalises the last dim"),
     "groups across stripes": (lambda: backbone(nn.GroupNorm(2, 8)), r"group 1 of 2 of 1 \(group norm\) holds channels born"),
-    "regrouped and joined": (lambda: backbone(Does(lambda x: x.view(-1, 2, 4, 8, 8).relu().flatten(1, 2))), "channels regrouped"),
-    "channels into pixels": (lambda: backbone(Does(lambda x: x.view(-1, 2, 16, 16)), out=2), r"\.view in 1 .*it regroups"),
-    "transpose": (lambda: backbone(Does(lambda x: x.transpose(1, 2))), r"\.transpose in 1 \(Does\): it moves channels"),
+    "channels into pixels": (lambda: backbone(Does(lambda x: x.view(-1, 2, 16, 16)), out=2), r"\.view in 1 .*into one dim"),
+    "transpose": (lambda: backbone(Does(lambda x: x.transpose(1, 2))), r"2 \(AdaptiveAvgPool2d\): it treats the channels at"),
     "softmax": (lambda: backbone(nn.Softmax(1)), r"cannot nest 1 \(Softmax\): it mixes channels"),
     "mean over channels": (lambda: backbone(Does(lambda x: x * x.mean(1, keepdim=True))), r"\.mean in 1 .*mixes channels"),
-    "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it mixes channels"),
+    "matrix product": (lambda: backbone(Does(lambda x: x @ x)), r"matmul in 1 \(Does\): it multiplies tensors of shapes"),
     "width": (lambda: backbone(nn.Conv2d(8, 6, 3), out=6), r"cannot nest 1: 6 channels cannot be cut into stripes .*uneven"),
     "groups": (lambda: backbone(nn.Conv2d(8, 24, 3, groups=8), nn.Conv2d(24, 12, 1, groups=3), out=12), "do not grow alike"),
-    "a number for every pixel": (lambda: backbone(Scaled((8, 8, 8))), r"1 \(Scaled\): its constant has the shape \(8, 8, 8\)"),
     "random scale": (lambda: backbone(Random()), r"cannot nest 1 \(Random\): it does other operations in training"),
     "control flow": (lambda: backbone(Does(lambda x: x if x.sum() > 0 else -x)), r"depends on the numbers .* gt in 1 \(Does\)"),
-    "linear over pixels": (lambda: backbone(nn.Linear(8, 8)), r"1 \(Linear\): it reads the last dimension"),
     "running momentum": (lambda: backbone(nn.BatchNorm2d(8, momentum=None)), r"1 \(BatchNorm2d\): batch norm needs"),
     "two answers": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: (x, x))), "must return one tensor"),
     "no classifier": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Does(lambda x: x + x)), "not of one classifier"),
@@ -560,8 +633,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "same padding": (lambda: backbone(nn.Conv2d(8, 8, 2, padding="same")), r'1 \(Conv2d\): padding "same"'),
     "late channels only": (lambda: backbone(Does(lambda x: x[:, 5:]), out=3), "none of the channels it reads .* by stage 1"),
     "joined rows": (lambda: backbone(Does(lambda x: torch.cat([x, x], 2))), r"cat in 1 \(Does\): it joins along dimension 2"),
-    "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0]), out=1), r"getitem in 1 \(Does\): only slices"),
-    "new dimension": (lambda: backbone(Does(lambda x: x[:, None].flatten(1, 2))), r"getitem in 1 \(Does\): .* puts something"),
+    "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0]), out=1), r"2 \(AdaptiveAvgPool2d\): it works on a"),
     "power of a tensor": (lambda: backbone(Does(lambda x: x**x)), r"pow in 1 \(Does\): it reads several tensors"),
     "numbers": (lambda: backbone(Does(lambda x: x * x.sum().item())), r"it takes numbers out of a tensor"),
     "unknown": (lambda: backbone(Does(lambda x: x.cumsum(1))), "not known to work"),

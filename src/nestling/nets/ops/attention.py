@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from nestling.errors import NestlingError
+from nestling.nets.ops import lazy
 from nestling.nets.ops.frozen import OnnxWriter, Op
 from nestling.nets.ops.operation import Channels, Extent, Operation
 
@@ -28,6 +29,7 @@ class Scores(Operation):
 
     heads: int
     width: int  # channels of a head
+    scale: float = 1.0
 
     kind: ClassVar[str] = "scores"
     grouped: ClassVar[bool] = True
@@ -53,11 +55,15 @@ class Scores(Operation):
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         q, k = (apart(x, self.heads) for x in reads)
-        return q @ k.transpose(-1, -2)
+        return (q if self.scale == 1.0 else q * self.scale) @ k.transpose(-1, -2)
 
     def write(self, graph: OnnxWriter, op: Op) -> None:
         lead, (queries, keys) = op.shape[1:-2], op.shape[-2:]
         q = write_apart(graph, op.reads[0], f"{op.out}.q", (*lead, queries, self.heads, self.width), last=False)
+        if self.scale != 1.0:
+            q = graph.add(
+                "Mul", [q, graph.constant(f"{op.out}.scale", lazy.torch.tensor(self.scale))], f"{op.out}.scaled"
+            )
         k = write_apart(graph, op.reads[1], f"{op.out}.k", (*lead, keys, self.heads, self.width), last=True)
         graph.add("MatMul", [q, k], op.out)
 

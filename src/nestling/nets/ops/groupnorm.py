@@ -43,8 +43,6 @@ class GroupNorm(Operation):
         if getattr(layer, "track_running_stats", False):
             raise NestlingError("instance norm with running statistics is not nested")
         groups = getattr(layer, "num_groups", read.channels)
-        if groups == 1 and read.channels > 1:
-            raise NestlingError(ACROSS)
         return cls(groups, layer.eps, layer.affine)
 
     def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:

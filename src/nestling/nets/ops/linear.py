@@ -28,9 +28,9 @@ class Linear(WeightedOp):
 
     @classmethod
     def of(cls, layer: Any, read: Node) -> Operation:
-        if read.size:
+        if read.op.axis != len(read.size) + 1:
             raise NestlingError("it reads the last dimension of an image, not its channels; flatten or pool before it")
-        return cls(bias=layer.bias is not None)
+        return cls(bias=layer.bias is not None, axis=read.op.axis)
 
     @classmethod
     def torch_layer(cls, weight: Tensor, bias: bool, options: dict[str, Any]) -> nn.Module:

@@ -23,8 +23,11 @@ class Module(Operation):
     kind: ClassVar[str] = "module"
     layered: ClassVar[bool] = True
     given: ClassVar[bool] = True
-    any_axis: ClassVar[bool] = True  # whoever draws it knows that it treats each channel by itself there
+    any_axis: ClassVar[bool] = True
     tail: ClassVar[bool] = True
+
+    def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
+        """Whoever enters it knows where it has the channels: one of some tokens has them at another axis than all tokens."""
 
     def cut(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Cut | None:
         return None

@@ -13,12 +13,36 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from nestling.nets.ops import BatchNorm, Cat, Flatten, Map, Mean, Module, PReLU, Scale, Zip
+from nestling.nets.ops import (
+    BatchNorm,
+    Cat,
+    Flatten,
+    LayerNorm,
+    Map,
+    Mean,
+    Module,
+    PReLU,
+    Rearrange,
+    Scale,
+    Tokens,
+    Zip,
+)
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
 from nestling.nets.reading.sketch import Sketch
 
-EACH = (BatchNorm, Map, Mean, Module, PReLU, Scale, Zip)  # what keeps every channel at its place
+EACH = (
+    BatchNorm,
+    LayerNorm,
+    Map,
+    Mean,
+    Module,
+    PReLU,
+    Rearrange,
+    Scale,
+    Tokens,
+    Zip,
+)  # what keeps every channel at its place
 
 
 def ordered(sketch: Sketch) -> Sketch:
@@ -145,7 +169,7 @@ class Streams:
         """The scale of the batch norm through which channels come, ones where there is none."""
         while isinstance(node.op, EACH) and len(node.reads) == 1:
             layer = self.sketch.layers.get(node.shares or node.name)
-            if isinstance(node.op, BatchNorm) and layer is not None and layer.weight is not None:
+            if isinstance(node.op, BatchNorm | LayerNorm) and layer is not None and layer.weight is not None:
                 scale: Tensor = layer.weight.detach().abs().cpu().double()  # type: ignore[operator]
                 return scale
             node = self.nodes[node.reads[0]]

@@ -4,9 +4,8 @@ In: an operation of torch.fx and the page it belongs on. Out: nodes and layers e
 why this one cannot be nested. Which operation is of which kind is said in read.py.
 """
 
-import operator
 from collections.abc import Callable
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,35 +13,64 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.ops import Cat, Flatten, Module, Opaque, Operation, Scale, Select, Zip
-from nestling.nets.ops.calls import Call, Reshape
+from nestling.nets.ops import Cat, LayerNorm, Linear, Module, Opaque, Operation, PixelLinear, Scale, Tokens, Zip
+from nestling.nets.ops.calls import Call, DropPath, spelled
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
+from nestling.nets.reading.attend import Attend
 from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
+from nestling.nets.reading.layout import Layout
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
-from nestling.nets.reading.sketch import STRANGE, Page
+from nestling.nets.reading.sketch import STRANGE, UNPLAIN
 from nestling.nets.reading.trace import BATCHES, path_of
 
 
-class Pen(Page):
+class Pen(Attend):
     """Enters one operation after another on the page."""
 
     def map(self, node: fx.Node, layer: nn.Module) -> None:
-        read, name = self.same(node), self.name(node)
+        """A module of one tensor that treats each channel by itself."""
+        source = next(n for n in node.all_input_nodes if self.is_tensor(n))
+        if source in self.layouts:
+            self.map_everywhere(node, source, layer)
+            return
+        read, name = self.read_of(node), self.name(node)
+        axis = self.axis(read)
+        if axis != 1 and is_spatial(layer):
+            self.refuse(node, f"it treats the channels at dimension {axis} of {self.shape(source)} as pixels")
+        self.same(node, read)
         self.sketch.layers[name] = layer
-        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)))
+        self.add(node, Node(name, Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis)))
 
-    def enter(self, node: fx.Node, op: Operation, reads: tuple[str, ...]) -> str:
-        """A node of which the operation says how wide and how large it is."""
-        read = [self.sketch.nodes[name] for name in reads]
-        made = self.put(Node(self.name(node), op, reads, (0,) * op.channels(read), op.size(read)))
-        self.names[node] = made
-        return made
+    def map_everywhere(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> None:
+        """A function of each number by itself, wherever channels and pixels stand."""
+        if is_spatial(layer) or isinstance(layer, DropPath) or self.shape(node) != self.shape(source):
+            self.refuse(node, UNPLAIN.format(self.shape(source)))
+        layout, name = self.chosen(node, source), self.name(node)
+        read = self.sketch.nodes[layout.name]
+        self.sketch.layers[name] = layer
+        self.put(Node(name, Module(axis=layout.axis), (read.name,), read.births, read.size))
+        self.layouts[node] = replace(layout, name=name)
+
+    def softmax(self, node: fx.Node, dim: int) -> bool:
+        """Over pixels, as in attention; what is over channels is somebody else's business."""
+        source = node.all_input_nodes[0]
+        if self.whole or not self.is_known(source):
+            return False
+        layout = self.layout_of(node, source)
+        last = len(layout.dims) - 1
+        if dim % len(layout.dims) != last or not layout.dims[last] or layout.dims[last] != layout.base[-1]:
+            return False
+        if not layout.holds(last, "pixel"):
+            return False
+        self.map(node, nn.Softmax(-1))
+        return True
 
     def pointwise(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """A function of one tensor and constants."""
-        self.read_of(node)
+        if not any(source in self.layouts for source in node.all_input_nodes):
+            self.read_of(node)
         found: list[fx.Node] = []
         fx.map_arg(
             (node.args, dict(node.kwargs)), found.append
@@ -52,14 +80,29 @@ class Pen(Page):
         self.map(node, Call.of(node, function))
 
     def zip(self, node: fx.Node, function: str) -> None:
-        reads = (self.read_of(node, 0), self.read_of(node, 0 if node.args[0] is node.args[1] else 1))
-        one, other = (self.values[a] for a in node.args[:2] if isinstance(a, fx.Node))
         if node.kwargs or len(node.args) > 2:
             self.refuse(node, f"its further arguments {node.args[2:]} {node.kwargs} are not supported")
-        widths = {self.channels(read) for read in reads}
-        if one.dim() != other.dim() or len(widths - {1}) > 1:
+        tensors = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        if any(tensor in self.layouts for tensor in tensors):
+            self.zip_everywhere(node, function, tensors)
+            return
+        reads = (self.read_of(node, 0), self.read_of(node, 0 if node.args[0] is node.args[1] else 1))
+        one, other = (self.values[a] for a in tensors)
+        widths, axes = {self.channels(read) for read in reads}, {self.axis(read) for read in reads}
+        if one.dim() != other.dim() or len(widths - {1}) > 1 or len(axes) > 1:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
-        self.enter(node, Zip(function), reads)
+        self.enter(node, Zip(function, axis=axes.pop()), reads)
+
+    def zip_everywhere(self, node: fx.Node, function: str, tensors: list[fx.Node]) -> None:
+        """Two tensors of the same layout."""
+        (one, mine), (other, theirs) = (self.made(node, self.layout_of(node, tensor)) for tensor in tensors)
+        sides = [[[(f.kind, f.size) for f in dim] for dim in each.dims] for each in (mine, theirs)]
+        if sides[0] != sides[1] or self.sketch.nodes[one].size != self.sketch.nodes[other].size:
+            self.refuse(
+                node, f"it combines tensors of shapes {mine.shape} and {theirs.shape} whose channels stand differently"
+            )
+        name = self.enter_as(self.inside(node, function), Zip(function, axis=mine.axis), (one, other))
+        self.layouts[node] = replace(mine, name=name)
 
     def scale(self, node: fx.Node, function: str) -> None:
         """A tensor and a parameter or buffer with a number for every channel, or with one for all."""
@@ -72,12 +115,13 @@ class Pen(Page):
             )
         if function not in ("add", "sub", "mul", "div") or (tensor is other and function in ("sub", "div")):
             self.refuse(node, f"{function} of a constant and a tensor is not nested")
-        wide = (1,) * (rank - len(shape)) + shape
-        per_channel = [1, self.channels(read), *[1] * (rank - 2)]
-        if len(shape) > rank or any(side not in (1, most) for side, most in zip(wide, per_channel, strict=True)):
+        wide, axis, size = (1,) * (rank - len(shape)) + shape, self.axis(read), self.sketch.nodes[read].size
+        sides = (*wide[1:axis], *wide[axis + 1 :])
+        if len(shape) > rank or wide[0] != 1 or wide[axis] not in (1, self.channels(read)) or not fits(sides, size):
             self.refuse(
                 node, f"its constant has the shape {shape}; expected a number for every channel, or one for all"
             )
+        pixels = sides if any(side > 1 for side in sides) else ()
         held, path = constant_of(self, node, constant)
         layer, learnt = nn.Module(), isinstance(held, nn.Parameter)
         layer.register_parameter("weight", held) if isinstance(held, nn.Parameter) else layer.register_buffer(
@@ -85,37 +129,75 @@ class Pen(Page):
         )
         layer.training = self.module.get_submodule(path_of(node)).training
         self.holders[node] = path.rpartition(".")[0] if learnt else ""
-        op, name = Scale(function, learnt), self.name(node)
+        if pixels and wide[axis] != self.channels(read) and learnt:
+            self.refuse(
+                node, f"its parameter has the shape {shape}, the same numbers for every channel; expected each its own"
+            )
+        op, name = Scale(function, learnt, pixels, axis=axis), self.name(node)
         shares = own(self, node, name, layer, op)
         self.same(node, read)
-        self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node), shares))
+        self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node, axis), shares))
 
     def layer(self, node: fx.Node, read: str, layer: nn.Module, kind: type[Operation]) -> None:
         """A layer with parameters, by the operation that knows it."""
-        name = self.name(node)
+        name, before = self.name(node), self.sketch.nodes[read]
+        if kind is Linear and before.size and before.op.axis <= len(before.size) and not self.whole:
+            self.pixel_linear(node, read, layer)
+            return
+        if isinstance(layer, nn.GroupNorm) and layer.num_groups == 1 < before.channels and before.op.axis == 1:
+            kind = LayerNorm
+        if kind not in (Linear, LayerNorm) and before.op.axis != 1:
+            self.refuse(node, f"it treats the channels at dimension {before.op.axis} as pixels")
         try:
-            first, op = kind.of(layer, self.sketch.nodes[read]).apart(layer)
+            first, op = kind.of(layer, before).apart(layer)
         except NestlingError as error:
             self.refuse(node, str(error))
         if not op.weighted:
             self.same(node, read)
-        elif isinstance(op, WeightedOp) and len(op.kernel) != len(self.sketch.nodes[read].size):
-            self.refuse(
-                node, f"it does not take tensors of shape (N, {self.channels(read)}, *{self.sketch.nodes[read].size})"
-            )
+        elif isinstance(op, WeightedOp) and kind is not Linear and len(op.kernel) != len(before.size):
+            self.refuse(node, f"it does not take tensors of shape (N, {before.channels}, *{before.size})")
         shares = own(self, node, name, layer, op)
         if first is not None:
             read = self.before(f"{name}_pad", read, first)
-        channels, size = self.values[node].shape[op.axis], self.size(node)
+        channels, size = self.values[node].shape[op.axis], self.size(node, op.axis)
         if op.size([self.sketch.nodes[read]]) != size:
             self.refuse(node, f"it gives images of {size}, expected {op.size([self.sketch.nodes[read]])}")
         self.add(node, Node(name, op, (read,), (0,) * channels, size, shares))
 
+    def layer_everywhere(self, node: fx.Node, source: fx.Node, layer: Any, kind: type[Operation]) -> None:
+        """A linear layer or a norm over the last dimension, where that is all channels, of windows or parts."""
+        read, layout = self.made(node, self.layout_of(node, source), "last")
+        last = len(layout.dims) - 1
+        if kind not in (Linear, LayerNorm) or layout.channel_dims != [last] or not layout.holds(last, "channel"):
+            self.refuse(node, UNPLAIN.format(self.shape(source)))
+        before, name = self.sketch.nodes[read], self.name(node)
+        try:
+            op = kind.of(layer, before)
+        except NestlingError as error:
+            self.refuse(node, str(error))
+        channels, shares = self.values[node].shape[-1], own(self, node, name, layer, op)
+        self.put(Node(name, op, (read,), (0,) * channels, before.size, shares))
+        made = Layout.of(self.sketch.nodes[name], BATCHES[0])
+        dims = (*layout.dims[:-1], made.base[-1])
+        self.layouts[node] = replace(made, base=(*layout.base[:-1], made.base[-1]), dims=dims)
+
+    def pixel_linear(self, node: fx.Node, read: str, layer: Any) -> None:
+        """Over the last dimension of each channel, the same for all of them."""
+        before, name = self.sketch.nodes[read], self.name(node)
+        if before.op.axis != 1:
+            self.refuse(node, f"its channels stand in the middle, at dimension {before.op.axis}")
+        op = PixelLinear(layer.in_features, layer.out_features, layer.bias is not None)
+        if own(self, node, name, layer, op):
+            self.refuse(
+                node, "it mixes the pixels of several places with the same weights; give each a layer of its own"
+            )
+        self.add(node, Node(name, op, (read,), (0,) * before.channels, op.size([before])))
+
     def before(self, name: str, read: str, module: nn.Module) -> str:
         """A module between a layer and what it reads."""
         node = self.sketch.nodes[read]
-        size = module(torch.empty(1, *node.shape(node.channels), device="meta")).shape[2:]
-        made = Node(self.fresh(name), Module(), (read,), node.births, tuple(size))
+        axis, shape = node.op.axis, module(torch.empty(1, *node.shape(node.channels), device="meta")).shape
+        made = Node(self.fresh(name), Module(axis=axis), (read,), node.births, (*shape[1:axis], *shape[axis + 1 :]))
         self.sketch.layers[made.name] = module
         return self.put(made)
 
@@ -154,140 +236,84 @@ class Pen(Page):
             self.names[node] = self.read_of(node)
 
     def reduction(self, node: fx.Node, function: Callable[..., Any]) -> None:
-        dims = self.given(node, "input", "dim").get("dim")
-        rank = self.values[node.all_input_nodes[0]].dim()
-        listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [1]
-        if {d % rank for d in listed} & {0, 1}:
+        given = self.given(node, "input", "dim", "keepdim")
+        dims, source = given.get("dim"), node.all_input_nodes[0]
+        rank, axis = self.values[source].dim(), self.axis(self.read_of(node))
+        listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
+        over = sorted(d % rank for d in listed)
+        if {*over} & {0, axis}:
             self.refuse(node, "it mixes channels, so that early channels would depend on later ones")
-        self.pointwise(node, function)
-
-    def reshape(self, node: fx.Node) -> None:
-        """Flattening, and what changes the shape of each channel only; else channels are regrouped."""
-        if node.all_input_nodes[0] in self.regrouped:
-            self.regroup(node)
-            return
-        read = self.read_of(node)
-        before = self.sketch.nodes[read]
-        shape = tuple(self.values[node].shape)
-        old = (BATCHES[0], before.channels, *before.size)
-        if shape == old:
-            self.names[node] = read
-        elif len(shape) == 2 and shape[0] == BATCHES[0]:
-            self.enter(node, Flatten(), (read,))
-        elif shape[:2] == old[:2]:
-            self.map(node, Reshape(shape[2:]))
+        if axis == 1:
+            self.pointwise(node, function)
         else:
-            self.regroup(node)
-
-    def regroup(self, node: fx.Node, order: tuple[int, ...] = ()) -> None:
-        """Channels in several dimensions, or those dimensions in another order: what comes out as one dimension again are
-        the same channels elsewhere, each with its own birth (channel shuffle)."""
-        source = node.all_input_nodes[0]
-        read, index = self.regrouped.get(source) or (self.read_of(node), None)
-        if index is None:
-            index = torch.arange(self.channels(read))
-        shape, size = tuple(self.values[node].shape), self.sketch.nodes[read].size
-        inner = len(shape) - len(size)
-        if order and (order[0] != 0 or order[inner:] != tuple(range(inner, len(shape)))):
-            self.refuse(node, "it moves channels to other places, so that stripes would be mixed")
-        if shape[0] != BATCHES[0] or shape[inner:] != size or prod(shape[1:inner]) != index.numel():
-            old = (self.channels(read), *size)
-            self.refuse(node, f"it regroups channels: (N, {old}) becomes {shape}, so births would be mixed")
-        index = index.permute([d - 1 for d in order[1:inner]]) if order else index.reshape(shape[1:inner])
-        if index.dim() > 1:
-            self.regrouped[node] = (read, index)
-        else:
-            self.names[node] = self.take(node, read, tuple(index.tolist()))
-
-    def reorder(self, node: fx.Node, base: Any) -> None:
-        """Dimensions in another order."""
-        rank = self.values[node].dim()
-        if base is torch.permute:
-            given = node.args[1:] if isinstance(node.args[1], int) else node.args[1]
-            order = [int(d) % rank for d in given]  # type: ignore[union-attr, arg-type]
-        else:
-            order, (one, other) = list(range(rank)), (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
-            order[one], order[other] = other, one
-        self.regroup(node, tuple(order))
-
-    def shuffle(self, node: fx.Node, groups: int) -> None:
-        read = self.same(node)
-        index = torch.arange(self.channels(read)).view(groups, -1).t().flatten()
-        self.names[node] = self.take(node, read, tuple(index.tolist()))
+            self.reduced(node, function, over, {k: v for k, v in given.items() if k not in ("input", "dim")})
 
     def join(self, node: fx.Node) -> None:
         given = self.given(node, "tensors", "dim")
         tensors, dim = given["tensors"], given.get("dim", given.get("axis", 0))
         if not isinstance(tensors, list | tuple) or not all(isinstance(t, fx.Node) for t in tensors):
             self.refuse(node, "it joins something else than a list of tensors")
-        if dim % self.values[node].dim() != 1:
-            self.refuse(node, f"it joins along dimension {dim}; only channels (dimension 1) are joined")
+        at = dim % self.values[node].dim()
+        strange = [t for t in tensors if not isinstance(self.names.get(t), str)]
+        computed = [t for t in tensors if t not in strange]
+        axes = {self.axis(str(self.names[t])) for t in computed}
+        if strange and at == 1 and axes == {2} and computed == [tensors[-1]] and not self.whole:
+            self.tokens(node, list(tensors))
+            return
+        if strange:
+            self.refuse(
+                node,
+                UNPLAIN.format(self.shape(strange[0]))
+                if strange[0] in self.layouts
+                else STRANGE.format(strange[0].target),
+            )
+        if axes != {at}:
+            self.refuse(node, f"it joins along dimension {dim}; only channels (here dimension {min(axes)}) are joined")
         reads: list[str] = []
         for tensor in tensors:
-            name = self.names.get(tensor)
-            if not isinstance(name, str):
-                self.refuse(node, STRANGE.format(tensor.target))
+            name = str(self.names[tensor])
             if name in reads:  # a plan reads each tensor once: take a copy
                 name = self.take(node, name, tuple(range(self.channels(name))))
             reads.append(name)
-        self.enter(node, Cat(), tuple(reads))
+        self.enter(node, Cat(axis=at), tuple(reads))
 
-    def take(self, node: fx.Node, read: str, source: tuple[int, ...]) -> str:
-        return self.enter(node, Select(source), (read,))
-
-    def split(self, node: fx.Node) -> None:
-        read = self.read_of(node)
-        dim = self.given(node, "input", "sizes", "dim").get("dim", 0)
-        parts = self.values[node]
-        if dim % parts[0].dim() != 1:
-            self.refuse(node, f"it splits dimension {dim}; only channels (dimension 1) are split")
-        names, start = [], 0
-        for part in parts:
-            names.append(self.take(node, read, tuple(range(start, start + part.shape[1]))))
-            start += part.shape[1]
-        self.names[node] = tuple(names)
-
-    def getitem(self, node: fx.Node) -> None:
-        """x[:, a:b] takes channels; further slices are of each channel by itself."""
-        read = self.read_of(node)
-        index = self.given(node, "input", "index")["index"]
-        parts = tuple(index) if isinstance(index, tuple | list) else (index,)
-        if Ellipsis in parts:
-            at, rank = parts.index(Ellipsis), self.values[node.all_input_nodes[0]].dim()
-            left_out = rank - sum(part is not None for part in parts) + 1
-            parts = (*parts[:at], *[slice(None)] * left_out, *parts[at + 1 :])
-        if not all(part is None or isinstance(part, slice) for part in parts) or parts[0] != slice(None):
-            self.refuse(node, f"only slices that keep the batch whole are nested; found [{index}]")
-        channels = tuple(range(self.channels(read)))
-        taken = channels[parts[1]] if len(parts) > 1 and isinstance(parts[1], slice) else channels
-        rest = parts[2:]
-        if tuple(self.values[node].shape[:2]) != (BATCHES[0], len(taken)):
-            self.refuse(node, f"[{index}] puts something else than channels in their place")
-        if taken != channels:
-            read = self.take(node, read, taken)
-            self.names[node] = read
-        if any(part != slice(None) for part in rest):
-            name = self.name(node)
-            self.sketch.layers[name] = Call(operator.getitem, 0, (None, (slice(None), slice(None), *rest)), {})
-            self.names[node] = self.put(Node(name, Module(), (read,), (0,) * len(taken), self.size(node)))
-        elif taken == channels:
-            self.names[node] = read
+    def tokens(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """Tokens of the module's own before those that were computed."""
+        read = str(self.names[tensors[-1]])
+        for constant in reversed(tensors[:-1]):
+            held, path = constant_of(self, node, constant)
+            layer, count = nn.Module(), self.values[constant].shape[1]
+            if isinstance(held, nn.Parameter):
+                layer.register_parameter("weight", held)
+            else:
+                layer.register_buffer("weight", held)
+            if held.numel() != count * self.channels(read):
+                self.refuse(node, f"its tokens have the shape {tuple(held.shape)}; expected a number for every channel")
+            op, name = Tokens(count, isinstance(held, nn.Parameter), axis=2), self.fresh(f"{path or 'tokens'}_token")
+            layer.training = self.module.get_submodule(path_of(node)).training
+            if own(self, node, name, layer, op):
+                self.refuse(node, "the same tokens are put in several places")
+            before = self.sketch.nodes[read]
+            read = self.put(Node(name, op, (read,), (0,) * before.channels, op.size([before])))
+        self.names[node] = read
 
     def glu(self, node: fx.Node, dim: int) -> None:
         """The first half of the channels, gated by the second."""
         read = self.read_of(node)
-        if dim % self.values[node].dim() != 1:
-            self.refuse(node, f"it halves dimension {dim}; only channels (dimension 1) are halved")
+        axis = self.axis(read)
+        if dim % self.values[node].dim() != axis:
+            self.refuse(node, f"it halves dimension {dim}; only channels (here dimension {axis}) are halved")
         half = self.channels(read) // 2
         one, other = self.take(node, read, tuple(range(half))), self.take(node, read, tuple(range(half, 2 * half)))
         gate = self.before(f"{other}_gate", other, Call(torch.sigmoid, 0, (None,), {}))
-        self.enter(node, Zip("mul"), (one, gate))
+        self.enter(node, Zip("mul", axis=axis), (one, gate))
 
     def expand(self, node: fx.Node) -> None:
         """Each channel over more pixels."""
         traced = node.all_input_nodes[0]
         size, before = self.size(node), tuple(self.values[traced].shape)
-        if before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
+        plain = traced not in self.layouts and self.axis(self.computed(node, traced)) == 1
+        if not plain or before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
             self.refuse(node, f"it spreads a tensor of shape {before} to {tuple(self.values[node].shape)}")
         read, name = self.computed(node, traced), self.name(node)
         self.sketch.layers[name] = Call(torch.Tensor.expand, 0, (None, -1, -1, *size), {})
@@ -298,9 +324,14 @@ class Pen(Page):
         read = self.read_of(node)
         given = self.given(node, "input", "pad", "mode", "value")
         sides, value = tuple(given["pad"]), given.get("value") or 0
-        if len(sides) <= 4:
+        if not any(sides):
+            self.names[node] = read
+            return
+        if len(sides) <= 4 and self.axis(read) == 1:
             self.pointwise(node, F.pad)
             return
+        if self.axis(read) != 1 or len(sides) < 6:
+            self.refuse(node, f"padding {sides} of a tensor with channels at dimension {self.axis(read)}")
         before, after = sides[4:6]
         plain = value == 0 and given.get("mode", "constant") == "constant" and min(before, after) >= 0
         if any(sides[:4]) or any(sides[6:]) or not plain:
@@ -326,3 +357,17 @@ class Pen(Page):
 
     def zeros(self, node: fx.Node) -> None:
         self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))
+
+
+SPATIAL = ("pool", "pad", "upsampl", "interpolate", "dropout2d", "featurealpha", "reshape")
+
+
+def is_spatial(layer: nn.Module) -> bool:
+    """Whether a module knows which dimensions are pixels, so that the channels must stand behind the batch."""
+    word = spelled(layer.function) if isinstance(layer, Call) else type(layer).__name__
+    return any(part in word.lower() for part in SPATIAL)
+
+
+def fits(sides: tuple[int, ...], size: tuple[int, ...]) -> bool:
+    """Whether numbers along some sides are one for all or one for each."""
+    return len(sides) == len(size) and all(side in (1, most) for side, most in zip(sides, size, strict=True))

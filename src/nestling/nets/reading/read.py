@@ -20,7 +20,7 @@ from nestling.nets.plan import Node
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
 from nestling.nets.reading.sketch import Sketch
-from nestling.nets.reading.trace import Shape, Trace, place, trace
+from nestling.nets.reading.trace import BATCHES, Shape, Trace, place, shapes, trace
 from nestling.nets.reading.vocabulary import (
     BINARY,
     CHANNELWISE,
@@ -35,6 +35,7 @@ from nestling.nets.reading.vocabulary import (
     REASONS,
     REDUCTIONS,
     RESHAPES,
+    SOFTMAXES,
     SPLITS,
 )
 
@@ -101,6 +102,8 @@ class Reader(Pen):
         self.names[record.image] = self.put(Node("input", Input(), (), (0,) * shape[0], tuple(shape[1:])))
         for node in record.nodes:
             self.enter_whole(node) if self.whole else self.enter_node(node)
+            if node in self.names and not self.whole:
+                self.check_batch(node)
             if node in self.names:
                 self.first_names[node] = self.names[node]
             self.overwrite(node)
@@ -109,6 +112,16 @@ class Reader(Pen):
         if not isinstance(name, str):
             raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
         self.sketch.output = name
+
+    def check_batch(self, node: fx.Node) -> None:
+        """What a plan has as it is must have the images first, each by itself."""
+        if not self.trace.is_batch(node):
+            larger = self.trace.others[1].values[self.trace.twins[node][1]]
+            self.refuse(
+                node,
+                f"of {BATCHES[0]} images it makes a tensor of shape {shapes(self.values[node])[0]}, of {BATCHES[1]} one of "
+                f"{shapes(larger)[0]}; expected the images first, each by itself",
+            )
 
     def enter_whole(self, node: fx.Node) -> None:
         """Channel by channel if that is known to be right, else as it was recorded."""
@@ -132,6 +145,8 @@ class Reader(Pen):
             self.enter_module(node, self.module.get_submodule(str(node.target)))
         elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif node.target is operator.getitem and node.args[0] in self.parts:
+            self.part(node, node.args[0], node.args[1])  # type: ignore[arg-type]
         else:
             target = METHODS.get(node.target, node.target) if node.op == "call_method" else node.target
             self.enter_operation(node, target)
@@ -140,8 +155,12 @@ class Reader(Pen):
         kind = type(layer)
         if type(layer).__name__ in DROP_PATHS:
             self.map(node, DropPath.of(layer))
+        elif kind in LAYERS and node.all_input_nodes[0] in self.layouts:
+            self.layer_everywhere(node, node.all_input_nodes[0], layer, LAYERS[kind])
         elif kind in LAYERS:
             self.layer(node, self.read_of(node), layer, LAYERS[kind])
+        elif kind is nn.MultiheadAttention:
+            self.multihead(node, layer)  # type: ignore[arg-type]
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
         elif kind is nn.GLU:
@@ -149,7 +168,9 @@ class Reader(Pen):
         elif kind is nn.ChannelShuffle:
             self.shuffle(node, layer.groups)  # type: ignore[arg-type]
         elif kind is nn.Identity:
-            self.names[node] = self.read_of(node)
+            self.reshape(node)
+        elif kind is nn.Softmax and self.softmax(node, layer.dim if isinstance(layer.dim, int) else 0):
+            pass
         elif kind in MIXING and not self.whole:
             self.map(node, copy.deepcopy(layer))
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[kind]}"
@@ -169,10 +190,10 @@ class Reader(Pen):
         self.check_constants(
             node,
             batch=base not in RESHAPES and base != "expand",
-            mode=base not in DROPOUTS and base is not F.batch_norm,
+            mode=base not in DROPOUTS and base not in (F.batch_norm, F.scaled_dot_product_attention),
         )
         if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
-            computed = all(a in self.names or a in self.regrouped for a in node.all_input_nodes)
+            computed = all(a in self.names or a in self.layouts for a in node.all_input_nodes)
             self.zip(node, BINARY[base]) if computed else self.scale(node, BINARY[base])
         elif base in BINARY or base in POINTWISE:
             self.pointwise(node, base)
@@ -180,8 +201,14 @@ class Reader(Pen):
             self.reduction(node, base)
         elif base in RESHAPES:
             self.reshape(node)
-        elif base in (torch.transpose, torch.permute) and not self.whole and len(node.args) > 1:
+        elif base in (torch.transpose, torch.permute) and not self.whole:
             self.reorder(node, base)
+        elif base is torch.unbind:
+            self.unbind(node)
+        elif base in (torch.matmul, operator.matmul, torch.bmm):
+            self.matmul(node, *node.args[:2])
+        elif base is F.scaled_dot_product_attention:
+            self.fused(node)
         elif base is F.channel_shuffle:
             self.shuffle(node, self.given(node, "input", "groups")["groups"])
         elif base in JOINS:
@@ -190,6 +217,8 @@ class Reader(Pen):
             self.split(node)
         elif base in DROPOUTS:
             self.dropout(node, DROPOUTS[base], base)
+        elif base in SOFTMAXES and self.softmax(node, self.given(node, "input", "dim").get("dim", 0)):
+            pass
         elif base in MIXING and not self.whole:
             self.pointwise(node, base)
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nestling.errors import NestlingError
-from nestling.nets.ops import BatchNorm, GroupNorm, Operation, PReLU
+from nestling.nets.ops import BatchNorm, GroupNorm, LayerNorm, Operation, PReLU
 from nestling.nets.plan import Node
 
 Given = Mapping[str, Any]
@@ -48,6 +48,17 @@ def group_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -
     return filled(nn.GroupNorm(groups, read.channels, eps, affine(tensors), device="meta"), tensors)
 
 
+def layer_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -> nn.Module:
+    shape, there = tuple(training["normalized_shape"]), tensors["weight"] is not None
+    bias = tensors["bias"] is not None
+    return filled(nn.LayerNorm(shape, training.get("eps", 1e-5), there, bias, device="meta"), tensors)
+
+
+def rms_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -> nn.Module:
+    shape, there = tuple(training["normalized_shape"]), tensors["weight"] is not None
+    return filled(nn.RMSNorm(shape, training.get("eps"), there, device="meta"), tensors)
+
+
 def prelu(training: Given, evaluation: Given, tensors: Given, read: Node) -> nn.Module:
     return filled(nn.PReLU(tensors["weight"].numel(), device="meta"), tensors)
 
@@ -80,6 +91,8 @@ SHELLS: dict[Any, tuple[Shell, type[Operation]]] = {
         BatchNorm,
     ),
     F.group_norm: (Shell(("input", "num_groups", "weight", "bias", "eps"), NORM, group_norm), GroupNorm),
+    F.layer_norm: (Shell(("input", "normalized_shape", "weight", "bias", "eps"), NORM, layer_norm), LayerNorm),
+    F.rms_norm: (Shell(("input", "normalized_shape", "weight", "eps"), ("weight",), rms_norm), LayerNorm),
     F.prelu: (Shell(("input", "weight"), ("weight",), prelu), PReLU),
     torch.prelu: (Shell(("input", "weight"), ("weight",), prelu), PReLU),
 }

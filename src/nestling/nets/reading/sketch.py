@@ -14,8 +14,10 @@ from nestling.errors import NestlingError
 from nestling.nets.ops import Select
 from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
+from nestling.nets.reading.layout import Layout
 from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
 
+UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
 STRANGE = "it reads {}, which is neither computed from the image nor part of a layer"
 
 
@@ -44,7 +46,10 @@ class Page:
         self.first_names: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
-        self.regrouped: dict[fx.Node, tuple[str, Tensor]] = {}  # channels in several dimensions: whose, and which where
+        self.layouts: dict[fx.Node, Layout] = {}  # of tensors that a plan has in another form
+        self.parts: dict[
+            fx.Node, tuple[tuple[int, Any], ...]
+        ] = {}  # of what is split: along which dimension, and where
         self.holders: dict[fx.Node, str] = {}  # the module whose weights a function uses
         self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 
@@ -124,11 +129,11 @@ class Page:
     def read_of(self, node: fx.Node, position: int = 0) -> str:
         """The plan's name of the tensor an operation reads first."""
         traced = [a for a in node.all_input_nodes if self.is_tensor(a)]
-        if len(traced) > 1 and position == 0 and any(a not in self.names for a in traced):
-            strange = next(a for a in traced if a not in self.names)
+        strange = next((a for a in traced if a not in self.names and a not in self.layouts), None)
+        if len(traced) > 1 and position == 0 and strange is not None:
             self.refuse(node, STRANGE.format(strange.target))
-        if position < len(traced) and traced[position] in self.regrouped:
-            self.refuse(node, f"it works on channels regrouped to {tuple(self.values[traced[position]].shape)}")
+        if position < len(traced) and traced[position] in self.layouts:
+            self.refuse(node, UNPLAIN.format(tuple(self.values[traced[position]].shape)))
         return self.computed(node, traced[position] if position < len(traced) else None)
 
     def computed(self, node: fx.Node, read: Any) -> str:
@@ -167,8 +172,17 @@ class Page:
                 f"{changed(constants(evaluated), mine)} in evaluation; only dropout and batch norm may differ",
             )
 
-    def size(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(self.values[node].shape[2:])
+    def size(self, node: fx.Node, axis: int = 1) -> tuple[int, ...]:
+        """Of one channel."""
+        shape = tuple(self.values[node].shape)
+        return (*shape[1:axis], *shape[axis + 1 :])
+
+    def axis(self, name: str) -> int:
+        """Where a node's channels stand."""
+        return self.sketch.nodes[name].op.axis
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self.values[node].shape)
 
     def channels(self, name: str) -> int:
         return self.sketch.nodes[name].channels
@@ -176,8 +190,8 @@ class Page:
     def same(self, node: fx.Node, read: str = "") -> str:
         """What a channel-by-channel operation reads, after making sure that it keeps batch and channels."""
         read = read or self.read_of(node)
-        shape = tuple(self.values[node].shape)
-        if shape[:2] != (BATCHES[0], self.channels(read)):
+        shape, axis = tuple(self.values[node].shape), self.axis(read)
+        if len(shape) <= axis or (shape[0], shape[axis]) != (BATCHES[0], self.channels(read)):
             self.refuse(node, f"it turns {self.channels(read)} channels into a tensor of shape (N, {shape[1:]})")
         return read
 

@@ -197,7 +197,7 @@ def trace(module: nn.Module, shape: Shape, net: str, training: bool = True) -> T
         records = [without_auxiliary(record) for record in records]
         train, *others = records
     found = Trace(module, train, (others[0], others[1], others[2]))
-    align(found, net, each_by_itself=training)
+    align(found, net)
     return found
 
 
@@ -309,8 +309,8 @@ def without_auxiliary(record: Record) -> Record:
     return replace(record, nodes=nodes[::-1], answer=answer, dropped=record.dropped | gone)
 
 
-def align(found: Trace, net: str, each_by_itself: bool) -> None:
-    """Match the operations of the four runs; they must be the same and, if asked, keep the images first."""
+def align(found: Trace, net: str) -> None:
+    """Match the operations of the four runs; they must be the same."""
     records = (found.record, *found.others)
     steps = [[(n.op, str(n.target), n.meta["path"]) for n in record.nodes] for record in records]
     for index, other in enumerate(steps[1:], start=1):
@@ -331,13 +331,6 @@ def align(found: Trace, net: str, each_by_itself: bool) -> None:
         node: (a, b, c)
         for node, a, b, c in zip(found.record.nodes, *(record.nodes for record in found.others), strict=True)
     }
-    for node in found.twins if each_by_itself else ():
-        if not found.is_batch(node):
-            mine, larger = shapes(found.record.values[node]), shapes(found.others[1].values[found.twins[node][1]])
-            raise NestlingError(
-                f"{net}: cannot nest {place(found.module, node)}: of {BATCHES[0]} images it makes a tensor of shape "
-                f"{mine[0]}, of {BATCHES[1]} one of {larger[0]}; expected the images first, each by itself."
-            )
 
 
 # --- words and tensors ------------------------------------------------------------------------------------------------

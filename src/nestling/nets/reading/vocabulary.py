@@ -51,7 +51,7 @@ IN_PLACE: dict[Function, Function] = {
     torch.relu_: torch.relu, torch.sigmoid_: torch.sigmoid, torch.tanh_: torch.tanh, torch.clamp_: torch.clamp,
 }  # fmt: skip
 REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var}
-RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
+RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.unflatten}
 SHAPING: set[Any] = {*RESHAPES, operator.getitem, "expand", "expand_as"}  # what leaves the numbers of a constant alone
 JOINS: set[Function] = {torch.cat, torch.concat, torch.concatenate}
 SPLITS: set[Function] = {torch.chunk, torch.split}
@@ -70,11 +70,13 @@ METHODS: dict[Any, Function] = {
     "view": torch.reshape, "reshape": torch.reshape, "flatten": torch.flatten, "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze, "contiguous": torch.reshape, "clone": torch.reshape, "chunk": torch.chunk,
     "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
-    "permute": torch.permute, "transpose": torch.transpose, "matmul": torch.matmul,
+    "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "matmul": torch.matmul,
+    "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,
 }  # fmt: skip
 
 # Allowed after the classifier, where all channels are born together; refused before it.
 MIXES = "it mixes channels, so that early channels would depend on later ones"
+SOFTMAXES: set[Function] = {F.softmax, torch.softmax}
 MIXING: dict[Any, str] = dict.fromkeys(
     (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, F.softmax, torch.softmax, F.log_softmax, torch.log_softmax, F.normalize),
     MIXES,
@@ -85,7 +87,7 @@ RANDOM = "it draws random numbers while running; only dropout may"
 CONVOLUTIONS = [name for op in OPS.values() for name in op.modules if name.startswith("Conv")]
 OTHERS = f"of convolutions only {', '.join(CONVOLUTIONS)} {'are' if len(CONVOLUTIONS) > 1 else 'is'} nested"
 REASONS: dict[Any, str] = {
-    **dict.fromkeys((nn.LayerNorm, F.layer_norm, nn.LocalResponseNorm, F.local_response_norm, nn.RMSNorm), ACROSS),
+    **dict.fromkeys((nn.LocalResponseNorm, F.local_response_norm), ACROSS),
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, F.pixel_shuffle, torch.permute), MOVES),
     **dict.fromkeys((torch.transpose, torch.flip, torch.roll, F.channel_shuffle), MOVES),
     **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),

@@ -1,0 +1,168 @@
+"""Attention as people write it: q k^T, softmax and v, torch's fused form of it, and nn.MultiheadAttention.
+
+In: a traced product of two tensors whose layouts say which dimensions are heads, tokens and channels of a head. Out: nodes of
+`Scores` and `Weigh`; what is between them is pointwise. A product of other tensors is refused.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from nestling.nets.ops import Linear, Module, Scores, Select, Weigh
+from nestling.nets.plan import Node
+from nestling.nets.reading.held import own
+from nestling.nets.reading.layout import Factor, Layout
+from nestling.nets.reading.trace import BATCHES, path_of
+from nestling.nets.reading.turn import Turn
+
+PRODUCT = (
+    "it multiplies tensors of shapes {} and {}; of such products only attention is nested, queries by keys and then by values, "
+    "where heads are whole and tokens are not channels"
+)
+
+
+class Attend(Turn):
+    """Enters attention."""
+
+    def matmul(self, node: fx.Node, one: Any, other: Any) -> None:
+        """Queries by keys, or what comes out of that by values."""
+        left, right = (self.layout_of(node, each) if self.is_known(each) else None for each in (one, other))
+        if left is None or right is None or self.whole or len(left.dims) != len(right.dims) or len(left.dims) < 3:
+            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
+        right = right.permuted([*range(len(right.dims) - 2), -1, -2])  # as (.., tokens, contracted)
+        channels = [bool(each.dims[-1]) and each.holds(len(each.dims) - 1, "channel") for each in (left, right)]
+        if all(channels):
+            self.layouts_or_name(node, self.scores(node, left, right, 1.0))
+        elif not any(channels) and right.holds(len(right.dims) - 2, "channel"):
+            self.layouts_or_name(node, self.weigh(node, left, right.permuted([*range(len(right.dims) - 2), -1, -2])))
+        else:
+            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
+
+    def is_known(self, source: Any) -> bool:
+        return source in self.layouts or isinstance(self.names.get(source), str)
+
+    def layouts_or_name(self, node: fx.Node, layout: Layout) -> None:
+        if layout.is_plain and tuple(self.values[node].shape) == layout.shape:
+            self.names[node] = self.made(node, layout)[0]
+        else:
+            self.layouts[node] = layout
+
+    def scores(self, node: fx.Node, q: Layout, k: Layout, scale: float) -> Layout:
+        """Both as (.., tokens, channels of a head); gives (.., tokens, tokens)."""
+        lead = self.check_lead(node, q, k)
+        (one, q), (other, k) = self.made(node, q, "last"), self.made(node, k, "last")
+        other = self.another(node, other, one)
+        heads = [f for d in lead for f in q.dims[d] if f.kind == "channel"]
+        count = 1
+        for factor in heads:
+            count *= factor.size
+        width = self.channels(one) // count
+        name = self.enter_as(self.inside(node, "scores"), Scores(count, width, scale), (one, other))
+        fresh = {f: Factor("channel", f.size) for f in heads}
+        dims = tuple(tuple(fresh.get(f, f) for f in q.dims[d]) for d in lead)
+        queries, keys = q.dims[-2], tuple(Factor("pixel", f.size) for f in k.dims[-2])
+        pixels = [tuple(f for f in dim if f.kind == "pixel") for dim in dims]
+        batch = next(f for dim in q.dims for f in dim if f.kind == "batch")
+        base = ((batch,), (Factor("channel", count),), *(dim for dim in pixels if dim), queries, keys)
+        index = torch.arange(count).view([f.size for f in heads])
+        return Layout(name, 1, base, (*dims, queries, keys), index)
+
+    def weigh(self, node: fx.Node, looks: Layout, values: Layout) -> Layout:
+        """(.., tokens, tokens) and (.., tokens, channels of a head) to (.., tokens, channels of a head)."""
+        lead = self.check_lead(node, looks, values)
+        name, looks = self.made(node, looks, "first")
+        read, values = self.made(node, values, "last")
+        rank = len(self.sketch.nodes[read].size) + 1
+        made = self.enter_as(self.inside(node, "weighed"), Weigh(self.channels(name), axis=rank), (name, read))
+        dims = (*(values.dims[d] for d in lead), looks.dims[-2], values.dims[-1])
+        pixels = [tuple(f for f in dim if f.kind == "pixel") for dim in values.base[1:-1]]
+        base = (values.base[0], *pixels[:-1], looks.dims[-2], values.base[-1])
+        return Layout(made, rank, base, dims, values.index)
+
+    def check_lead(self, node: fx.Node, one: Layout, other: Layout) -> list[int]:
+        """The dimensions of images, windows and heads, which must be the same for both."""
+        lead = list(range(len(one.dims) - 2))
+        alike = all([(f.kind, f.size) for f in one.dims[d]] == [(f.kind, f.size) for f in other.dims[d]] for d in lead)
+        last = [each.dims[-2] for each in (one, other)]
+        if not alike or not any(f.kind == "batch" for d in lead for f in one.dims[d]) or not all(last):
+            self.refuse(node, PRODUCT.format(one.shape, other.shape))
+        return lead
+
+    def another(self, node: fx.Node, name: str, other: str) -> str:
+        """A copy, where one node would be read twice."""
+        if name != other:
+            return name
+        source = tuple(range(self.channels(name)))
+        return self.enter_as(self.inside(node, "again"), Select(source, axis=self.axis(name)), (name,))
+
+    # --- fused ----------------------------------------------------------------------------------------------------
+
+    def fused(self, node: fx.Node) -> None:
+        """torch's scaled_dot_product_attention."""
+        words = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given, evaluated = (self.given(n, *words) for n in (node, self.trace.twins[node][0]))
+        if given.get("attn_mask") is not None or given.get("is_causal") or given.get("enable_gqa"):
+            self.refuse(
+                node, "attention with a mask in torch's fused form is not nested; add the mask to q k^T instead"
+            )
+        if evaluated.get("dropout_p"):
+            self.refuse(node, "it drops in evaluation, too")
+        q, k, v = (self.layout_of(node, given[word]) for word in words[:3])
+        if self.whole:
+            self.refuse(node, "attention is taken as it was recorded")
+        scale = given.get("scale")
+        scale, drop = q.shape[-1] ** -0.5 if scale is None else scale, given.get("dropout_p") or 0.0
+        self.layouts_or_name(node, self.attention(node, (q, k, v), scale, drop))
+
+    def attention(self, node: fx.Node, tensors: tuple[Layout, Layout, Layout], scale: float, drop: float) -> Layout:
+        q, k, v = tensors
+        training = self.module.get_submodule(path_of(node)).training
+        looks = self.pixelwise(node, self.scores(node, q, k, scale), nn.Softmax(-1), "softmax")
+        if drop:
+            looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
+        return self.weigh(node, looks, v)
+
+    def pixelwise(self, node: fx.Node, layout: Layout, layer: nn.Module, word: str) -> Layout:
+        """A module over what each channel of a node is, which keeps its shape."""
+        read = self.sketch.nodes[layout.name]
+        name = self.fresh(self.inside(node, word))
+        self.sketch.layers[name] = layer
+        self.put(Node(name, Module(axis=layout.axis), (read.name,), read.births, read.size))
+        return replace(layout, name=name)
+
+    def multihead(self, node: fx.Node, layer: nn.MultiheadAttention) -> None:
+        """torch's own layer, of a tensor with itself: one linear layer, attention, another linear layer."""
+        words = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+        given = self.given(node, *words)
+        inputs = {given[word] for word in words[:3]}
+        plain = layer.in_proj_weight is not None and layer.bias_k is None and not layer.add_zero_attn
+        masked = given.get("key_padding_mask") is not None or given.get("attn_mask") is not None
+        if self.whole or len(inputs) > 1 or not plain or not layer.batch_first or masked or given.get("is_causal"):
+            self.refuse(
+                node, "of MultiheadAttention only that of a tensor with itself is nested, batch first, without masks"
+            )
+        path, read = str(node.target), self.computed(node, inputs.pop())
+        tokens, width = self.sketch.nodes[read].size, layer.embed_dim
+        if self.axis(read) != 2 or self.channels(read) != width:
+            self.refuse(node, f"it attends over {tokens}; expected (N, tokens, channels)")
+        first = nn.Linear(1, 1, bias=layer.in_proj_bias is not None, device="meta")
+        first.weight, first.training = layer.in_proj_weight, layer.training
+        if layer.in_proj_bias is not None:
+            first.bias = layer.in_proj_bias
+        made = self.linear(node, f"{path}.in_proj", first, read, 3 * width)
+        whole = Layout.of(self.sketch.nodes[made], BATCHES[0])
+        parts = [whole.picked(2, range(i * width, (i + 1) * width)) for i in range(3)]
+        heads = (whole.shape[0], tokens[0], layer.num_heads, layer.head_dim)
+        q, k, v = (part.reshaped(heads).permuted((0, 2, 1, 3)) for part in parts)  # type: ignore[union-attr]
+        made_of_all = self.attention(node, (q, k, v), layer.head_dim**-0.5, layer.dropout)
+        out = made_of_all.permuted((0, 2, 1, 3)).reshaped((whole.shape[0], tokens[0], width))
+        assert out is not None
+        self.names[node] = (self.linear(node, f"{path}.out_proj", layer.out_proj, self.made(node, out)[0], width), "")
+
+    def linear(self, node: fx.Node, name: str, layer: nn.Linear, read: str, width: int) -> str:
+        op = Linear(bias=layer.bias is not None, axis=self.axis(read))
+        name = self.fresh(name) if name in self.sketch.nodes else name
+        shares = own(self, node, name, layer, op)
+        return self.put(Node(name, op, (read,), (0,) * width, self.sketch.nodes[read].size, shares))

@@ -1,0 +1,239 @@
+"""Tensors turned and taken apart: reshapes, permutations, parts of channels and of pixels, followed as layouts.
+
+In: a traced operation that only moves numbers. Out: a node where a plan has room for what comes out; else its layout, until
+somebody reads it in a form that a plan has (heads are such a form of channels, windows of pixels).
+"""
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from nestling.nets.ops import Flatten, Module, Operation, Rearrange, Select
+from nestling.nets.ops.calls import Call, Reshape
+from nestling.nets.plan import Node
+from nestling.nets.reading.layout import Layout
+from nestling.nets.reading.sketch import UNPLAIN, Page
+from nestling.nets.reading.trace import BATCHES, path_of
+
+
+class Turn(Page):
+    """Follows what only moves."""
+
+    # --- layouts --------------------------------------------------------------------------------------------------
+
+    def layout_of(self, node: fx.Node, source: Any) -> Layout:
+        if source in self.layouts:
+            return self.layouts[source]
+        return Layout.of(self.sketch.nodes[self.computed(node, source)], BATCHES[0])
+
+    def place(self, node: fx.Node, layout: Layout | None) -> None:
+        """What comes out of an operation that only moved numbers."""
+        if self.whole:
+            self.refuse(node, "it is taken as it was recorded")
+        if layout is None or layout.is_mixed:
+            old, new = (self.shape(n) for n in (node.all_input_nodes[0], node))
+            self.refuse(node, f"it makes {new} of {old}, which puts channels and pixels into one dimension")
+        if layout.is_plain:
+            self.names[node] = self.made(node, layout)[0]
+        else:
+            self.layouts[node] = layout
+
+    def made(self, node: fx.Node, layout: Layout, where: str = "") -> tuple[str, Layout]:
+        """The node of a layout in a form that a plan has, and the layout of that."""
+        channels, move, made = layout.arranged(where)
+        name = layout.name
+        if channels != tuple(range(self.channels(name))):
+            name = self.enter_as(self.inside(node, "part"), Select(channels, axis=layout.axis), (name,))
+        if move is not None:
+            name = self.enter_as(self.inside(node, "turned"), move, (name,))
+        return name, replace(made, name=name)
+
+    def chosen(self, node: fx.Node, source: fx.Node) -> Layout:
+        """A tensor in whatever form its node has it, for what treats every number by itself."""
+        channels, layout = self.layout_of(node, source).chosen()
+        if channels == tuple(range(self.channels(layout.name))):
+            return layout
+        name = self.enter_as(self.inside(node, "part"), Select(channels, axis=layout.axis), (layout.name,))
+        return replace(layout, name=name)
+
+    def inside(self, node: fx.Node, word: str) -> str:
+        """A name for what an operation needs beside itself."""
+        return f"{path_of(node)}.{word}".lstrip(".")
+
+    def enter(self, node: fx.Node, op: Operation, reads: tuple[str, ...]) -> str:
+        """A node of which the operation says how wide and how large it is."""
+        read = [self.sketch.nodes[name] for name in reads]
+        made = self.put(Node(self.name(node), op, reads, (0,) * op.channels(read), op.size(read)))
+        self.names[node] = made
+        return made
+
+    def enter_as(self, stem: str, op: Operation, reads: tuple[str, ...]) -> str:
+        read = [self.sketch.nodes[name] for name in reads]
+        return self.put(Node(self.fresh(stem), op, reads, (0,) * op.channels(read), op.size(read)))
+
+    # --- the whole tensor -----------------------------------------------------------------------------------------
+
+    def reshape(self, node: fx.Node) -> None:
+        """Flattening, and what changes the shape of each channel only; else what is moved is followed."""
+        source = node.all_input_nodes[0]
+        shape = self.shape(node)
+        if shape == self.shape(source) and source in self.layouts:
+            self.layouts[node] = self.layouts[source]
+            return
+        if shape == self.shape(source):
+            self.names[node] = self.computed(node, source)
+            return
+        if source in self.layouts or self.axis(self.computed(node, source)) != 1:
+            self.place(node, self.layout_of(node, source).reshaped(shape))
+            return
+        read = self.computed(node, source)
+        before = self.sketch.nodes[read]
+        if len(shape) == 2 and shape[0] == BATCHES[0]:
+            self.enter(node, Flatten(), (read,))
+        elif shape[:2] == (BATCHES[0], before.channels):
+            name = self.name(node)
+            self.sketch.layers[name] = Reshape(shape[2:])
+            self.add(node, Node(name, Module(), (read,), (0,) * before.channels, shape[2:]))
+        else:
+            self.place(node, self.layout_of(node, source).reshaped(shape))
+
+    def reorder(self, node: fx.Node, base: Any) -> None:
+        """Dimensions in another order."""
+        source, rank = node.all_input_nodes[0], self.values[node].dim()
+        if base is torch.permute:
+            given: Any = node.args[1:] or (node.kwargs["dims"],)
+            order = [int(d) % rank for d in (given if isinstance(given[0], int) else given[0])]
+        else:
+            order = list(range(rank))
+            one, other = (
+                int(d) % rank for d in self.given(node, "input", "dim0", "dim1").values() if isinstance(d, int)
+            )
+            order[one], order[other] = other, one
+        self.place(node, self.layout_of(node, source).permuted(order))
+
+    def shuffle(self, node: fx.Node, groups: int) -> None:
+        read = self.same(node)
+        index = torch.arange(self.channels(read)).view(groups, -1).t().flatten()
+        self.names[node] = self.take(node, read, tuple(index.tolist()))
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def take(self, node: fx.Node, read: str, source: tuple[int, ...]) -> str:
+        return self.enter(node, Select(source, axis=self.axis(read)), (read,))
+
+    def split(self, node: fx.Node) -> None:
+        """Parts along a dimension; of channels they are chosen, of pixels cut out."""
+        if self.whole and self.given(node, "input", "sizes", "dim").get("dim", 0) % self.values[node][0].dim() != 1:
+            self.refuse(node, "it is taken as it was recorded")
+        source, parts = node.all_input_nodes[0], self.values[node]
+        dim = self.given(node, "input", "sizes", "dim").get("dim", 0) % parts[0].dim()
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + part.shape[dim])
+        pieces = [range(start, stop) for start, stop in itertools.pairwise(starts)]
+        self.parts[node] = tuple((dim, piece) for piece in pieces)
+        if source not in self.layouts and dim == self.axis(self.computed(node, source)):
+            read = self.computed(node, source)
+            self.names[node] = tuple(self.take(node, read, tuple(piece)) for piece in pieces)
+
+    def unbind(self, node: fx.Node) -> None:
+        if self.whole:
+            self.refuse(node, "it is taken as it was recorded")
+        rank = self.values[node][0].dim() + 1
+        dim = self.given(node, "input", "dim").get("dim", 0) % rank
+        self.parts[node] = tuple((dim, place) for place in range(len(self.values[node])))
+
+    def part(self, node: fx.Node, whole: fx.Node, number: int) -> None:
+        """One of the parts that a split or unbind has made."""
+        dim, which = self.parts[whole][number]
+        index: list[Any] = [slice(None)] * (dim + 1)
+        index[dim] = which if isinstance(which, int) else slice(which.start, which.stop)
+        self.cut(node, whole.all_input_nodes[0], tuple(index))
+
+    def getitem(self, node: fx.Node) -> None:
+        """x[:, a:b], x[0], x[:, -1]: slices and single places, of channels or of pixels."""
+        index = self.given(node, "input", "index")["index"]
+        parts = tuple(index) if isinstance(index, tuple | list) else (index,)
+        source = node.all_input_nodes[0]
+        if not self.is_tensor(source):
+            self.refuse(node, "it takes one of several tensors that were not read apart")
+        rank = self.values[source].dim()
+        if Ellipsis in parts:
+            at = parts.index(Ellipsis)
+            left_out = rank - sum(part is not None for part in parts) + 1
+            parts = (*parts[:at], *[slice(None)] * left_out, *parts[at + 1 :])
+        if not all(part is None or type(part) is int or isinstance(part, slice) for part in parts):
+            self.refuse(node, f"only slices and single places are nested; found [{index}]")
+        self.cut(node, source, parts)
+
+    def cut(self, node: fx.Node, source: fx.Node, parts: tuple[Any, ...]) -> None:
+        """Channels are chosen; of pixels each channel keeps the same ones."""
+        layout = self.layout_of(node, source)
+        old, dim, pixels = self.values[source].shape, 0, list[Any]()
+        for part in parts:
+            if part is None:
+                dims = [*layout.dims]
+                dims.insert(dim, ())
+                layout, dim = replace(layout, dims=tuple(dims)), dim + 1
+                pixels.append(None)
+                continue
+            whole = isinstance(part, slice) and range(layout.shape[dim])[part] == range(layout.shape[dim])
+            if not whole and any(f.kind == "batch" for f in layout.dims[dim]):
+                self.refuse(node, f"[{parts}] takes some images of a batch; only what keeps the batch whole is nested")
+            if not whole and layout.dims[dim] and layout.holds(dim, "channel"):
+                which = range(layout.shape[dim])[part]
+                layout = layout.picked(dim, which if isinstance(which, int) else tuple(which))
+                dim += not isinstance(which, int)
+                pixels += [] if isinstance(which, int) else [slice(None)]
+                continue
+            dim += 1
+            pixels.append(slice(None) if whole else part)
+        if all(part is None or part == slice(None) for part in pixels):
+            self.place(node, layout)
+            return
+        self.cut_pixels(
+            node, replace(layout, dims=tuple(d for d, p in zip_dims(layout.dims, pixels))), pixels, tuple(old)
+        )
+
+    def cut_pixels(self, node: fx.Node, layout: Layout, pixels: Sequence[Any], old: tuple[int, ...]) -> None:
+        """Some pixels of every channel, the same of all: [:, 0] of tokens, [..., 1:] of images."""
+        if not layout.is_plain:
+            self.refuse(node, UNPLAIN.format(old))
+        read, made = self.made(node, layout)
+        which = tuple(part for part in pixels if part is not None)
+        if None in pixels:
+            self.refuse(node, "it cuts pixels out and adds a dimension at once; do one after the other")
+        axis, shape = made.axis, tuple(self.values[node].shape)
+        gone = sum(isinstance(part, int) for part in which[:axis])
+        name = self.name(node)
+        self.sketch.layers[name] = Call(operator.getitem, 0, (None, which), {})
+        size = tuple(side for d, side in enumerate(shape) if d not in (0, axis - gone))
+        self.add(node, Node(name, Module(axis=axis - gone), (read,), (0,) * self.channels(read), size))
+
+    def reduced(self, node: fx.Node, function: Any, dims: list[int], options: dict[str, Any]) -> None:
+        """A mean, a sum or the like over pixels of tokens: of each channel, its pixels behind it."""
+        source = node.all_input_nodes[0]
+        read = self.computed(node, source)
+        axis, before = self.axis(read), self.sketch.nodes[read]
+        turned = self.enter_as(self.inside(node, "turned"), Rearrange.to_axis(before, 1), (read,))
+        over = tuple(d + 1 if d < axis else d for d in dims)
+        name = self.name(node)
+        self.sketch.layers[name] = Call(function, 0, (None, over), options)
+        gone = 0 if options.get("keepdim") else sum(d < axis for d in dims)
+        shape = tuple(self.values[node].shape)
+        size = tuple(side for d, side in enumerate(shape) if d not in (0, axis - gone))
+        made = self.put(Node(name, Module(), (turned,), (0,) * before.channels, size))
+        if axis - gone != 1:
+            made = self.enter_as(f"{name}_back", Rearrange.to_axis(self.sketch.nodes[made], axis - gone), (made,))
+        self.names[node] = made
+
+
+def zip_dims(dims: Sequence[Any], pixels: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The dimensions of a tensor before dimensions were added."""
+    padded = [*pixels, *[slice(None)] * (len(dims) - len(pixels))]
+    return [(dim, part) for dim, part in zip(dims, padded, strict=True) if part is not None]
