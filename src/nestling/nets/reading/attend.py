@@ -13,9 +13,9 @@ from torch import fx, nn
 from nestling.nets.ops import Linear, Module, Scores, Select, Weigh
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
-from nestling.nets.reading.layout import Factor, Layout
+from nestling.nets.reading.layout import Factor, Arrangement
 from nestling.nets.reading.trace import BATCHES, path_of
-from nestling.nets.reading.turn import Turn
+from nestling.nets.reading.turn import Mover
 
 PRODUCT = (
     "it multiplies tensors of shapes {} and {}; of such products only attention is nested, queries by keys and then by values, "
@@ -23,7 +23,7 @@ PRODUCT = (
 )
 
 
-class Attend(Turn):
+class Attend(Mover):
     """Enters attention."""
 
     def matmul(self, node: fx.Node, one: Any, other: Any) -> None:
@@ -43,13 +43,13 @@ class Attend(Turn):
     def is_known(self, source: Any) -> bool:
         return source in self.layouts or isinstance(self.names.get(source), str)
 
-    def layouts_or_name(self, node: fx.Node, layout: Layout) -> None:
+    def layouts_or_name(self, node: fx.Node, layout: Arrangement) -> None:
         if layout.is_plain and tuple(self.values[node].shape) == layout.shape:
             self.names[node] = self.made(node, layout)[0]
         else:
             self.layouts[node] = layout
 
-    def scores(self, node: fx.Node, q: Layout, k: Layout, scale: float) -> Layout:
+    def scores(self, node: fx.Node, q: Arrangement, k: Arrangement, scale: float) -> Arrangement:
         """Both as (.., tokens, channels of a head); gives (.., tokens, tokens)."""
         lead = self.check_lead(node, q, k)
         (one, q), (other, k) = self.made(node, q, "last"), self.made(node, k, "last")
@@ -67,9 +67,9 @@ class Attend(Turn):
         batch = next(f for dim in q.dims for f in dim if f.kind == "batch")
         base = ((batch,), (Factor("channel", count),), *(dim for dim in pixels if dim), queries, keys)
         index = torch.arange(count).view([f.size for f in heads])
-        return Layout(name, 1, base, (*dims, queries, keys), index)
+        return Arrangement(name, 1, base, (*dims, queries, keys), index)
 
-    def weigh(self, node: fx.Node, looks: Layout, values: Layout) -> Layout:
+    def weigh(self, node: fx.Node, looks: Arrangement, values: Arrangement) -> Arrangement:
         """(.., tokens, tokens) and (.., tokens, channels of a head) to (.., tokens, channels of a head)."""
         lead = self.check_lead(node, looks, values)
         name, looks = self.made(node, looks, "first")
@@ -79,9 +79,9 @@ class Attend(Turn):
         dims = (*(values.dims[d] for d in lead), looks.dims[-2], values.dims[-1])
         pixels = [tuple(f for f in dim if f.kind == "pixel") for dim in values.base[1:-1]]
         base = (values.base[0], *pixels[:-1], looks.dims[-2], values.base[-1])
-        return Layout(made, rank, base, dims, values.index)
+        return Arrangement(made, rank, base, dims, values.index)
 
-    def check_lead(self, node: fx.Node, one: Layout, other: Layout) -> list[int]:
+    def check_lead(self, node: fx.Node, one: Arrangement, other: Arrangement) -> list[int]:
         """The dimensions of images, windows and heads, which must be the same for both."""
         lead = list(range(len(one.dims) - 2))
         alike = all([(f.kind, f.size) for f in one.dims[d]] == [(f.kind, f.size) for f in other.dims[d]] for d in lead)
@@ -116,7 +116,9 @@ class Attend(Turn):
         scale, drop = q.shape[-1] ** -0.5 if scale is None else scale, given.get("dropout_p") or 0.0
         self.layouts_or_name(node, self.attention(node, (q, k, v), scale, drop))
 
-    def attention(self, node: fx.Node, tensors: tuple[Layout, Layout, Layout], scale: float, drop: float) -> Layout:
+    def attention(
+        self, node: fx.Node, tensors: tuple[Arrangement, Arrangement, Arrangement], scale: float, drop: float
+    ) -> Arrangement:
         q, k, v = tensors
         training = self.module.get_submodule(path_of(node)).training
         looks = self.pixelwise(node, self.scores(node, q, k, scale), nn.Softmax(-1), "softmax")
@@ -124,7 +126,7 @@ class Attend(Turn):
             looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
         return self.weigh(node, looks, v)
 
-    def pixelwise(self, node: fx.Node, layout: Layout, layer: nn.Module, word: str) -> Layout:
+    def pixelwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement:
         """A module over what each channel of a node is, which keeps its shape."""
         read = self.sketch.nodes[layout.name]
         name = self.fresh(self.inside(node, word))
@@ -152,7 +154,7 @@ class Attend(Turn):
         if layer.in_proj_bias is not None:
             first.bias = layer.in_proj_bias
         made = self.linear(node, f"{path}.in_proj", first, read, 3 * width)
-        whole = Layout.of(self.sketch.nodes[made], BATCHES[0])
+        whole = Arrangement.of(self.sketch.nodes[made], BATCHES[0])
         parts = [whole.picked(2, range(i * width, (i + 1) * width)) for i in range(3)]
         heads = (whole.shape[0], tokens[0], layer.num_heads, layer.head_dim)
         q, k, v = (part.reshaped(heads).permuted((0, 2, 1, 3)) for part in parts)  # type: ignore[union-attr]

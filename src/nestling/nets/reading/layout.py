@@ -1,6 +1,6 @@
 """Where the channels and pixels of a plan's tensor stand in a tensor of somebody's module: shapes as lists of factors.
 
-In: a node, and how the module turns its tensor (reshape, permute, parts of the channels). Out: a `Layout`: for each dimension
+In: a node, and how the module turns its tensor (reshape, permute, parts of the channels). Out: a `Arrangement`: for each dimension
 the factors it is made of, which are the batch, pixels, or channels, and which channel stands where. So heads, windows and
 shuffled channels are followed without computing anything, until `arranged` says how a plan makes the tensor. Pure but for
 the table of channels.
@@ -29,7 +29,7 @@ Dims = tuple[tuple[Factor, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Arrangement:
     """A tensor of the module, made of the node `name`."""
 
     name: str
@@ -39,7 +39,7 @@ class Layout:
     index: Tensor  # which channel stands where, over the channel factors in their order
 
     @classmethod
-    def of(cls, node: Node, batch: int) -> "Layout":
+    def of(cls, node: Node, batch: int) -> "Arrangement":
         """The node's tensor as it is."""
         dims = [(Factor("batch", batch),), *((Factor("pixel", side),) if side > 1 else () for side in node.size)]
         dims.insert(node.op.axis, (Factor("channel", node.channels),))
@@ -72,15 +72,15 @@ class Layout:
 
     # --- turned ---------------------------------------------------------------------------------------------------
 
-    def permuted(self, order: Sequence[int]) -> "Layout":
+    def permuted(self, order: Sequence[int]) -> "Arrangement":
         return self.with_dims(tuple(self.dims[d] for d in order))
 
-    def with_dims(self, dims: Dims) -> "Layout":
+    def with_dims(self, dims: Dims) -> "Arrangement":
         """The same factors in another order."""
         old, new = channel_factors(self.dims), channel_factors(dims)
         return replace(self, dims=dims, index=self.index.permute([old.index(f) for f in new]))
 
-    def reshaped(self, shape: Sequence[int]) -> "Layout | None":
+    def reshaped(self, shape: Sequence[int]) -> "Arrangement | None":
         """Factors gathered into other dimensions, and cut in two where a dimension ends inside one."""
         left = [factor for dim in self.dims for factor in dim]
         made, layout = [], self
@@ -107,7 +107,7 @@ class Layout:
         made[-1] = (*made[-1], *left)
         return replace(layout, dims=tuple(made))
 
-    def parted(self, factor: Factor, parts: tuple[Factor, Factor]) -> "Layout":
+    def parted(self, factor: Factor, parts: tuple[Factor, Factor]) -> "Arrangement":
         """One factor as two, everywhere."""
         index = self.index
         if factor.kind == "channel":
@@ -119,7 +119,7 @@ class Layout:
         )
         return replace(self, base=self.base if factor.kind == "channel" else base, dims=dims, index=index)
 
-    def picked(self, dim: int, which: Sequence[int] | int) -> "Layout":
+    def picked(self, dim: int, which: Sequence[int] | int) -> "Arrangement":
         """Some of what stands along a dimension of channels, or one of it."""
         factors = channel_factors(self.dims)
         mine = self.dims[dim]
@@ -136,7 +136,7 @@ class Layout:
             del dims[dim]
         return replace(self, dims=tuple(dims), index=index)
 
-    def chosen(self) -> "tuple[tuple[int, ...], Layout]":
+    def chosen(self) -> "tuple[tuple[int, ...], Arrangement]":
         """Which channels to take, and this layout of them alone, the rest of the node as it is."""
         flat = self.index.flatten()
         used = flat.sort().values
@@ -147,7 +147,7 @@ class Layout:
 
     # --- as a plan has it -----------------------------------------------------------------------------------------
 
-    def arranged(self, where: str = "") -> "tuple[tuple[int, ...], Rearrange | None, Layout]":
+    def arranged(self, where: str = "") -> "tuple[tuple[int, ...], Rearrange | None, Arrangement]":
         """Which channels to take, how to rearrange them, and this layout of what comes out (still under the old name).
 
         A plan has the images first, then one dimension for each of the module's that holds pixels, and all channels at one place:
@@ -176,7 +176,7 @@ class Layout:
             move = Rearrange(before, tuple(have.index(f) for f in want), after, axis=axis)
         flat = self.index.flatten()
         base = tuple((Factor("channel", len(flat)),) if dim == (CHANNELS,) else dim for dim in goal)
-        made = Layout(self.name, axis, base, self.dims, torch.arange(len(flat)).view(self.index.shape))
+        made = Arrangement(self.name, axis, base, self.dims, torch.arange(len(flat)).view(self.index.shape))
         return tuple(flat.tolist()), move, made
 
 

@@ -19,7 +19,7 @@ from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
 from nestling.nets.reading.attend import Attend
 from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
-from nestling.nets.reading.layout import Layout
+from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import STRANGE, UNPLAIN
@@ -177,7 +177,7 @@ class Pen(Attend):
             self.refuse(node, str(error))
         channels, shares = self.values[node].shape[-1], own(self, node, name, layer, op)
         self.put(Node(name, op, (read,), (0,) * channels, before.size, shares))
-        made = Layout.of(self.sketch.nodes[name], BATCHES[0])
+        made = Arrangement.of(self.sketch.nodes[name], BATCHES[0])
         dims = (*layout.dims[:-1], made.base[-1])
         self.layouts[node] = replace(made, base=(*layout.base[:-1], made.base[-1]), dims=dims)
 

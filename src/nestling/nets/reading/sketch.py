@@ -14,7 +14,7 @@ from nestling.errors import NestlingError
 from nestling.nets.ops import Select
 from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
-from nestling.nets.reading.layout import Layout
+from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
 
 UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
@@ -46,7 +46,7 @@ class Page:
         self.first_names: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
-        self.layouts: dict[fx.Node, Layout] = {}  # of tensors that a plan has in another form
+        self.layouts: dict[fx.Node, Arrangement] = {}  # of tensors that a plan has in another form
         self.parts: dict[
             fx.Node, tuple[tuple[int, Any], ...]
         ] = {}  # of what is split: along which dimension, and where

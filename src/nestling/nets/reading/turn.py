@@ -16,22 +16,22 @@ from torch import fx
 from nestling.nets.ops import Flatten, Module, Operation, Rearrange, Select
 from nestling.nets.ops.calls import Call, Reshape
 from nestling.nets.plan import Node
-from nestling.nets.reading.layout import Layout
+from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.sketch import UNPLAIN, Page
 from nestling.nets.reading.trace import BATCHES, path_of
 
 
-class Turn(Page):
+class Mover(Page):
     """Follows what only moves."""
 
     # --- layouts --------------------------------------------------------------------------------------------------
 
-    def layout_of(self, node: fx.Node, source: Any) -> Layout:
+    def layout_of(self, node: fx.Node, source: Any) -> Arrangement:
         if source in self.layouts:
             return self.layouts[source]
-        return Layout.of(self.sketch.nodes[self.computed(node, source)], BATCHES[0])
+        return Arrangement.of(self.sketch.nodes[self.computed(node, source)], BATCHES[0])
 
-    def place(self, node: fx.Node, layout: Layout | None) -> None:
+    def place(self, node: fx.Node, layout: Arrangement | None) -> None:
         """What comes out of an operation that only moved numbers."""
         if self.whole:
             self.refuse(node, "it is taken as it was recorded")
@@ -43,7 +43,7 @@ class Turn(Page):
         else:
             self.layouts[node] = layout
 
-    def made(self, node: fx.Node, layout: Layout, where: str = "") -> tuple[str, Layout]:
+    def made(self, node: fx.Node, layout: Arrangement, where: str = "") -> tuple[str, Arrangement]:
         """The node of a layout in a form that a plan has, and the layout of that."""
         channels, move, made = layout.arranged(where)
         name = layout.name
@@ -53,7 +53,7 @@ class Turn(Page):
             name = self.enter_as(self.inside(node, "turned"), move, (name,))
         return name, replace(made, name=name)
 
-    def chosen(self, node: fx.Node, source: fx.Node) -> Layout:
+    def chosen(self, node: fx.Node, source: fx.Node) -> Arrangement:
         """A tensor in whatever form its node has it, for what treats every number by itself."""
         channels, layout = self.layout_of(node, source).chosen()
         if channels == tuple(range(self.channels(layout.name))):
@@ -200,7 +200,7 @@ class Turn(Page):
             node, replace(layout, dims=tuple(d for d, p in zip_dims(layout.dims, pixels))), pixels, tuple(old)
         )
 
-    def cut_pixels(self, node: fx.Node, layout: Layout, pixels: Sequence[Any], old: tuple[int, ...]) -> None:
+    def cut_pixels(self, node: fx.Node, layout: Arrangement, pixels: Sequence[Any], old: tuple[int, ...]) -> None:
         """Some pixels of every channel, the same of all: [:, 0] of tokens, [..., 1:] of images."""
         if not layout.is_plain:
             self.refuse(node, UNPLAIN.format(old))
