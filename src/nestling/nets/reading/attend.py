@@ -13,7 +13,7 @@ from torch import fx, nn
 from nestling.nets.ops import Linear, Module, Scores, Select, Weigh
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
-from nestling.nets.reading.layout import Factor, Arrangement
+from nestling.nets.reading.layout import Arrangement, Factor
 from nestling.nets.reading.trace import BATCHES, path_of
 from nestling.nets.reading.turn import Mover
 
