@@ -1,8 +1,8 @@
 """Where the channels and pixels of a plan's tensor stand in a tensor of somebody's module: shapes as lists of factors.
 
 In: a node, and how the module turns its tensor (reshape, permute, parts of the channels). Out: an `Arrangement`: for each
-dimension the factors it is made of, which are the batch, pixels, or channels, and which channel stands where. So heads, windows and
-shuffled channels are followed without computing anything, until `arranged` says how a plan makes the tensor. Pure but for
+dimension the factors it is made of, which are the batch, pixels or channels, and which channel stands where. So heads, windows
+and shuffled channels are followed without computing anything, until `arranged` says how a plan makes the tensor. Pure but for
 the table of channels.
 """
 
