@@ -185,7 +185,8 @@ class Worker:
                 image.trail.first = stage
             likely = pace.quantile(stage, HOPE, straight)
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            if not sure and not first and (soon or likely > left - promise.guard.value):
+            risky = soon or pace.drag > BUSY or likely > left - promise.guard.value
+            if not sure and not first and risky:  # who is interrupted while it runs comes late with what is there
                 pace.skip(stage)
                 break
             image.tried = ("jump" if straight else "first") if first else "sure" if sure else "guarded"
