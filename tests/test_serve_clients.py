@@ -253,6 +253,27 @@ def test_a_token_goes_on_from_the_work_done(running: Running, right: np.ndarray)
     assert status == 400 and "send the images again" in said["error"]
 
 
+def test_events_that_end_at_the_deadline_end_with_a_token(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = running.service.server.model(NAME).stages.engine
+    step = engine.step
+
+    def slowly(stage: int, state: Any, stop: Any) -> Any:
+        if stage > 1:
+            time.sleep(2)
+        return step(stage, state, stop)
+
+    body = infer_json(parameters={"refine": True, "timeout": 1_500_000})
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", slowly)
+        _, said, _ = running.post(f"/v2/models/{NAME}/infer", body, {"Accept": "text/event-stream"})
+    messages = [json.loads(part.removeprefix(b"data: "))["parameters"] for part in said["raw"].split(b"\n\n") if part]
+    assert [message["stage"] for message in messages] == [1, 1]
+    assert "refine" not in messages[0]
+    more = json.dumps({"parameters": {"refine": messages[1]["refine"]}}).encode()
+    status, said, _ = running.post(f"/v2/models/{NAME}/infer", more)
+    assert status == 200 and said["parameters"]["stage"] == 3
+
+
 def test_a_sure_answer_stops_early(running: Running) -> None:
     status, said, _ = running.post(f"/v2/models/{NAME}/infer", infer_json(parameters={"confident": 0.0}))
     assert status == 200 and said["parameters"]["stage"] == 1 and said["parameters"]["final"] is True

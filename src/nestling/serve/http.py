@@ -148,16 +148,18 @@ class Infer:
             return refused(refusal)
 
     async def stream(self, model: Model, asked: Asked, request: ServedRequest, send: Send) -> int:
-        """One message per stage; where there is none by the deadline, an event `error` (or the prior)."""
+        """One message per stage; where there is none by the deadline, an event `error` (or the prior). Who wants a token to
+        refine with gets it with the last: at the deadline that is the best once more."""
         kind = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": kind})
-        status, said = 200, 0
+        status, said, last = 200, 0, False
         async for stage in request.each_stage_async():
             last = request.over and stage == request.stage
             message = self.event(model, asked, request, None if last else stage)
             await send({"type": "http.response.body", "body": message, "more_body": True})
             said = stage
-        if not said and not request.left:
+        wants_token = asked.parameters.get("refine") is True and not last
+        if not request.left and (not said or wants_token):
             message = self.event(model, asked, request, None)
             status = 200 if message.startswith(b"data") else 504
             await send({"type": "http.response.body", "body": message, "more_body": True})
