@@ -33,7 +33,7 @@ def command(
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: auto, cpu or cuda.
-        engine: auto (the fastest there is), onnx, eager or graph.
+        engine: auto (the fastest there is), onnx, openvino, eager or graph.
         threads: how many CPU threads, 1 if not given; may be repeated. The first is the profile that others read.
         batch: images at a time, 1 if not given; may be repeated. The first is the profile that others read.
         repeats: how often every condition is measured.

@@ -14,7 +14,7 @@ from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
 from nestling.export.joined import joined, ways
 from nestling.nets import NestedNet
-from nestling.runtime.engine import Engine
+from nestling.runtime.engine import Engine, JoiningEngine
 from nestling.runtime.inputs import check_threads
 
 Build = Callable[[NestedNet, tuple[Frozen, ...], torch.device, int], Engine]
@@ -48,18 +48,16 @@ def graph_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.devic
 
 
 def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device, threads: int) -> Engine:
-    """Frozen stages as ONNX graphs in memory, run by ONNX Runtime one by one, or D_s at once in the way that is soonest here."""
-    if device.type != "cpu":
-        raise NestlingError(f"engine 'onnx' runs on the CPU, found device '{device}'; use 'graph' or 'eager'")
+    """Frozen stages as ONNX graphs in memory, run by ONNX Runtime."""
+    check_cpu("onnx", device)
     try:
-        from nestling.export.graph import must_trace, write_stage
+        from nestling.export.graph import write_stage
         from nestling.runtime.engines.native import native_graphs
         from nestling.runtime.engines.onnx import OnnxEngine, Pool, StageGraph
     except ImportError as error:
         raise NestlingError(f"{error}; run: pip install 'nestling[export]', or use the eager engine") from error
-    from nestling.runtime.engines.jumps import JumpEngine, soonest
 
-    def run(net: NestedNet, stages: tuple[Frozen, ...]) -> OnnxEngine:
+    def run(net: NestedNet, stages: tuple[Frozen, ...]) -> JoiningEngine:
         stages = split(stages)
         known = shapes(net, stages)
         found = native_graphs(stages, known, Pool.share(threads)) or (
@@ -67,6 +65,34 @@ def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device
             known,
         )
         return OnnxEngine(*found, known[stages[0].head], threads)
+
+    return with_jumps(net, stages, run)
+
+
+def openvino_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device, threads: int) -> Engine:
+    """Frozen stages as ONNX graphs in memory, run by OpenVINO, in bf16 where the processor has it."""
+    check_cpu("openvino", device)
+    try:
+        from nestling.export.graph import write_stage
+        from nestling.runtime.engines.onnx import StageGraph
+        from nestling.runtime.engines.openvino import OpenVinoEngine
+    except ImportError as error:
+        raise NestlingError(f"{error}; run: pip install 'nestling[export,openvino]', or use engine 'onnx'") from error
+
+    def run(net: NestedNet, stages: tuple[Frozen, ...]) -> JoiningEngine:
+        known = shapes(net, stages)
+        graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
+        return OpenVinoEngine(graphs, known, threads)
+
+    return with_jumps(net, stages, run)
+
+
+def with_jumps(
+    net: NestedNet, stages: tuple[Frozen, ...], run: Callable[[NestedNet, tuple[Frozen, ...]], JoiningEngine]
+) -> Engine:
+    """Stages one by one, or D_s at once in the way that is soonest here."""
+    from nestling.export.graph import must_trace
+    from nestling.runtime.engines.jumps import JumpEngine, soonest
 
     first = run(net, stages)
     if len(stages) == 1 or any(map(must_trace, stages)):  # tracing takes half a minute
@@ -78,4 +104,14 @@ def onnx_engine(net: NestedNet, stages: tuple[Frozen, ...], device: torch.device
     return JumpEngine(beginnings)
 
 
-ENGINES: dict[str, Build] = {"onnx": onnx_engine, "eager": eager_engine, "graph": graph_engine}
+def check_cpu(engine: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise NestlingError(f"engine '{engine}' runs on the CPU, found device '{device}'; use 'graph' or 'eager'")
+
+
+ENGINES: dict[str, Build] = {
+    "onnx": onnx_engine,
+    "openvino": openvino_engine,
+    "eager": eager_engine,
+    "graph": graph_engine,
+}
