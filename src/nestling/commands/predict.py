@@ -40,7 +40,7 @@ def command(
         images: picture files, or folders of them.
         deadline_ms: milliseconds for each picture; 0 = all stages.
         device: auto, cpu or cuda.
-        engine: auto (the fastest there is), onnx, eager or graph.
+        engine: auto (the fastest there is), onnx, openvino, eager or graph.
         threads: CPU threads; more are faster on a quiet machine, one keeps its pace on a busy one.
         loss: stop early where an answer is sure enough, losing at most this share of accuracy, such as 0.005; -1 = never.
         build: the function that builds a network of your own, such as my_file.py:build.
