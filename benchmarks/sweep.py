@@ -150,7 +150,8 @@ def images(module: nn.Module) -> Tensor:
     """A batch as small as the model takes."""
     config = getattr(module, "default_cfg", None) or {}
     channels, *_, own = config.get("input_size", (3, *[getattr(module, "in_size", (224, 224))[0]] * 2))
-    for side in dict.fromkeys((32 if own <= 32 else 64, 96, 128, own)):
+    sides = list(dict.fromkeys((32 if own <= 32 else 64, 96, 128, own, max(own, 299))))
+    for side in sides:
         x = torch.randn(2, channels, side, side)
         try:
             with torch.no_grad():
@@ -159,7 +160,7 @@ def images(module: nn.Module) -> Tensor:
             if isinstance(found, Tensor) and torch.isfinite(found).all():
                 return x
         except Exception:
-            if side == own:
+            if side == sides[-1]:
                 raise
     raise ValueError("it gives no finite logits")
 
