@@ -86,6 +86,18 @@ def test_the_sweep_is_told_as_it_came_out() -> None:
     assert {row["model"]: row["outcome"] for row in rows if row["model"] in FAMILIES} == FAMILIES
 
 
+def test_the_sweep_of_timm_is_told_as_it_came_out() -> None:
+    with (ROOT / "results" / "nest-timm.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
+    nested = [row for row in rows if row["outcome"] == "nested"]
+    assert f"**{len(nested)} of {len(rows)} tried are nested**" in text
+    assert all(row["model"] in text for row in rows)
+    for row in nested:
+        assert max(float(row["error_one"]), float(row["error_staged"])) < 1e-5
+        assert int(row["macs_w1"]) < int(row["macs_w2"]) < int(row["macs_w4"]) < int(row["macs_unnested"])
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_documentation_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
@@ -397,6 +409,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a transformer": lambda: Transformer(fused=False),
     "a transformer by torch's attention": lambda: Transformer(fused=True),
     "a transformer by torch's layers": lambda: Transformer(layers=True),
+    "a transformer of one head": lambda: Transformer(heads=1),
     "a transformer of windows": lambda: Windows(),
     "a mixer": lambda: nn.Sequential(
         nn.Conv2d(3, 16, 2, 2), nn.Flatten(2), nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16),

@@ -153,6 +153,12 @@ def choose(node: Node, channels: list[int], ties: Ties, growth: Growth, uneven: 
         neediest = max(missing, key=lambda birth: missing[birth])
         missing[neediest] -= sizes[root]
         taken[neediest] += 1
+    first = growth.stripe_births[0]
+    if (
+        not have[first] and not taken[first]
+    ):  # never empty: one head or group of several stripes is there from the start
+        taken[max(taken, key=lambda birth: taken[birth])] -= 1
+        taken[first] += 1
     ties.birth.update(zip(free, sorted(taken.elements()), strict=True))
 
 

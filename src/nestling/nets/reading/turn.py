@@ -37,7 +37,7 @@ class Mover(Page):
             self.refuse(node, "it is taken as it was recorded")
         if layout is None or layout.is_mixed:
             old, new = (self.shape(n) for n in (node.all_input_nodes[0], node))
-            self.refuse(node, f"it makes {new} of {old}, which puts channels and pixels into one dimension")
+            self.refuse(node, f"it makes {new} of {old}, which puts channels into one dimension with pixels or images")
         if layout.is_plain:
             self.names[node] = self.made(node, layout)[0]
         else:
