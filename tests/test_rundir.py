@@ -267,6 +267,8 @@ def test_a_full_disk_is_named_and_spoils_nothing(small_disk: Path) -> None:
     with pytest.raises(NestlingError, match=r"the disk is full: .*results.json"):
         run.write_json("results.json", list(range(5000)))
     assert run.read_json("results.json") == {"step": 1}
+    run.hold()  # needs no room: what is to be written then says what is full
+    run.release()
 
     (small_disk / "filler").unlink()
     run.append_log({"epoch": 2})

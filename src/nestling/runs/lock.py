@@ -50,8 +50,9 @@ class Lock:
             else:  # it was released and removed while we came
                 os.close(descriptor)
         if self.descriptor is not None:
-            os.ftruncate(self.descriptor, 0)
-            os.write(self.descriptor, f"process {self.process} on {socket.gethostname()}".encode())
+            with contextlib.suppress(OSError):  # on a full disk it is held without a name
+                os.ftruncate(self.descriptor, 0)
+                os.write(self.descriptor, f"process {self.process} on {socket.gethostname()}".encode())
         HELD.add(self.path)
         self.held = True
 
