@@ -96,7 +96,7 @@ def test_the_package_says_that_it_is_typed_and_its_wheel_holds_all_of_it(tmp_pat
     assert "nestling/py.typed" in held
     fields, _, readme = text.partition("\n\n")
     assert readme.startswith("# nestling") and "Description-Content-Type: text/markdown" in fields
-    assert "Classifier: Typing :: Typed" in fields and "Provides-Extra: serve" not in fields
+    assert "Classifier: Typing :: Typed" in fields and "Provides-Extra: serve" in fields
 
 
 # --- stages count from 1, tasks from 0 --------------------------------------------------------------------------------

@@ -82,4 +82,8 @@ def join_ranks() -> None:
         gpus = torch.cuda.device_count()
         if gpus:  # every process its own; what follows asks for "cuda" and means the current one
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        dist.init_process_group()  # nccl for tensors on GPUs, gloo for those that are not
+        # What lost processes left in torchrun's store must not be found by those that were started in their place: they would
+        # wait for the dead for ever. So every attempt has keys of its own.
+        store, rank, world = next(dist.rendezvous("env://"))
+        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(store=attempt, rank=rank, world_size=world)  # nccl for tensors on GPUs, else gloo
