@@ -6,9 +6,9 @@
 
 Takes the name of a network or a run's folder. All figures of one run come from one process, in turns of ten, so that ratios
 can be compared; medians count. "un-nested" is the fully connected net whose MACs come nearest to the nest's, its widths
-multiples of 4. "independent" nets are of each stage's size, run one after another. Refining is asked of a Runtime: from the
-answer of stage s to the last one, against what the same stages take in one go; "asking" is a question to a runtime whose
-stage takes no time, that is, waking the worker and being woken by it.
+multiples of 4. "independent" nets are of each stage's size, run one after another. "at once" is each D_s straight
+from the image, with the state that later stages go on from. Refining is asked of a Runtime: from the answer of stage s to the
+last one, against what the same stages take in one go; "asking" is a question to a runtime whose stage takes no time.
 """
 
 import argparse
@@ -97,6 +97,14 @@ def through(engine: Engine, x: Floats, clock: Callable[[], float]) -> list[float
         _, state = engine.step(stage, state, Stop())
         done.append(clock() - began)
     return done
+
+
+def at_once(engine: Engine, stage: int, x: Floats, clock: Callable[[], float]) -> float:
+    """Seconds of D_s straight from the image, with the state from which later stages go on; without jumps all stages up to it."""
+    began, state = clock(), engine.start(x)
+    for each in range(stage if engine.jumps else 1, stage + 1):
+        _, state = engine.step(each, state, Stop())
+    return clock() - began
 
 
 def in_turns(candidates: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[list[float]]]:
@@ -195,6 +203,7 @@ def bench(
     independents = [engines[f"independent {s}"] for s in range(1, len(alone) + 1)]
     everything: dict[str, Callable[[], list[float]]] = {
         **candidates,
+        "at once": lambda: [at_once(nest_engine, s, x, clock) for s in range(1, len(alone) + 1)],
         "independents": lambda: [float(v) for v in np.cumsum([through(e, x, clock)[-1] for e in independents])],
     }
     times = {name: summary(each) for name, each in in_turns(everything, rounds).items()}

@@ -282,7 +282,7 @@ def test_the_openapi_document_names_every_path(running: Running) -> None:
 
 
 def test_memory_stays_flat(running: Running) -> None:
-    """Good and bad requests in turn: the process is not larger after many than after some."""
+    """Good and bad requests in turn: after some of them, many more take no memory that the process had not."""
 
     def size() -> int:
         gc.collect()
@@ -304,10 +304,15 @@ def test_memory_stays_flat(running: Running) -> None:
         for thread in threads:
             thread.join()
 
+    grown = []
     many(4 * COUNT)
-    before = size()
-    many(4 * COUNT)
-    assert size() - before < 8 * 2**20
+    for _ in range(4):  # the allocator may take a page now and then; what leaks grows every time
+        before = size()
+        many(4 * COUNT)
+        grown.append(size() - before)
+        if grown[-1] < 2**20:
+            return
+    raise AssertionError(f"larger after every {4 * COUNT} requests, by {grown} bytes")
 
 
 def test_a_shape_of_no_values_with_enormous_sides(running: Running) -> None:
