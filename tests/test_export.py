@@ -42,6 +42,7 @@ from nestling.runtime.verified import export_net
 SMALLER: dict[str, dict[str, Any]] = {
     "width-resnet50": {"widths": (16, 32, 64, 128), "blocks": (1, 1, 1, 1)},
     "depth-sparse66": {"widths": (8, 8, 16, 16), "blocks": (4, 4, 4, 4)},
+    "width-resnet18": {"widths": (8, 16, 32), "blocks": (1, 1, 1)},
     "width-resnet42": {"blocks": (2, 2, 2)},
     "even-resnet42": {"blocks": (2, 2, 2)},
     "depth-sparse98": {"widths": (4, 8, 8), "blocks": (8, 8, 8)},

@@ -20,6 +20,7 @@ LARGE = ("width-resnet50", "depth-sparse66")  # 224x224 and millions of weights:
 SMALLER: dict[str, dict[str, Any]] = {
     "width-resnet50": {"widths": (16, 32, 64, 128), "blocks": (1, 1, 1, 1)},
     "depth-sparse66": {"widths": (8, 8, 16, 16), "blocks": (4, 4, 4, 4)},
+    "width-resnet18": {"widths": (8, 16, 32), "blocks": (1, 1, 1)},
     "width-resnet42": {"blocks": (2, 2, 2), "widths": (8, 16, 32)},
     "even-resnet42": {"blocks": (2, 2, 2), "widths": (8, 16, 32)},
     "depth-sparse98": {"widths": (4, 8, 8), "blocks": (8, 8, 8)},

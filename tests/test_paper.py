@@ -302,6 +302,7 @@ def test_everything_comes_in_order_of_value_and_once() -> None:
     jobs = everything()
     names = [job.name for job in jobs]
     assert len(names) == len(set(names)) == len({job.recipe for job in jobs})
+    assert names.index("tiny-depth-sparse66-osgd-seed0") < names.index("width-resnet42-osgd-order-2_1_3-seed0")
     compared = [f"-{name}-seed{seed}" for seed in range(3) for name in ("sgd", "sgd-sum", "osgd")]
     first = names[: 6 * 9]
     assert all(sum(name.endswith(f"8{end}") or name.endswith(f"2{end}") for name in first) == 6 for end in compared)

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from PIL import Image
 from rich.console import Console
 
 from nestling.commands import data as data_command
+from nestling.commands import describe as describe_command
 from nestling.commands import paper as paper_command
 from nestling.commands import train as train_command
 from nestling.data import MemorySplit, load, tiny_imagenet
 from nestling.data.dataset import channel_statistics
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import DataRecipe
-from nestling.report.paper.tables import tables
+from nestling.report.paper.tables import tiny_tables
 from nestling.studies.paper.grid import recipe_of
 from nestling.studies.paper.results import read_results
 
@@ -105,8 +107,8 @@ def test_stopped_half_way_it_is_not_prepared(root: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_not_its_layout_is_refused(root: Path) -> None:
-    with pytest.raises(NestlingError, match="no folder was named"):
-        tiny_imagenet.prepare("")
+    with pytest.raises(NestlingError, match=r"there is no folder .*elsewhere; unpack Tiny ImageNet there"):
+        tiny_imagenet.prepare(str(root / "elsewhere"))
     odd = root / "train" / CLASSES[0] / "images" / "odd.JPEG"
     Image.new("RGB", (65, 64)).save(odd)
     with pytest.raises(NestlingError, match=r"odd\.JPEG is 65x64"):
@@ -144,8 +146,9 @@ def test_damaged_caches_are_refused(root: Path) -> None:
 
 @pytest.mark.parametrize("name, settings", [
     ("tiny-width", ("network.widths=32,64", "network.blocks=1,1")), ("tiny-depth", ("network.widths=4,8", "network.blocks=4,4")),
+    ("tiny-small", ("network.widths=8,16", "network.blocks=1,1", "train.warmup=0")),
 ])  # fmt: skip
-def test_both_recipes_train_from_the_command_line(
+def test_its_recipes_train_from_the_command_line(
     root: Path, tmp_path: Path, name: str, settings: tuple[str, ...]
 ) -> None:
     data_command.command("tiny-imagenet", root=str(root))
@@ -153,6 +156,51 @@ def test_both_recipes_train_from_the_command_line(
     found = train_command.command(name, out=str(tmp_path / "run"), set=(*quick, *settings), quiet=True)
     assert [stage["stage"] for stage in found["stages"]] == [1, 2, 3] and found["data"] == "tiny-imagenet"
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == name
+
+
+def test_without_a_root_it_is_looked_for_in_the_usual_place(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NESTLING_DATA", str(tmp_path / "data"))
+    with pytest.raises(NestlingError, match=r"data/tiny-imagenet-200; unpack Tiny ImageNet there, or say where"):
+        load(DataRecipe(name="tiny-imagenet"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / tiny_imagenet.FOLDER).symlink_to(root)
+    assert not tiny_imagenet.prepared("")
+    data_command.command("tiny-imagenet")
+    assert tiny_imagenet.prepared("") and len(load(DataRecipe(name="tiny-imagenet")).test) == 8
+
+
+def test_all_trains_it_where_it_is_prepared(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words: dict[str, Any] = {
+        "network": ("width-resnet50",),
+        "strategy": ("sgd",),
+        "seeds": 1,
+        "out": str(tmp_path / "runs"),
+    }
+    monkeypatch.setenv("NESTLING_DATA", str(root.parent))
+    monkeypatch.setattr(tiny_imagenet, "FOLDER", root.name)
+    [line] = paper_command.command("all", **words, plan=True, results="")["plan"]
+    assert line["run"] == "tiny-width-resnet50-sgd-seed0" and 0.5 < line["minutes"] < 5
+    assert paper_command.command("all", **words, results="") == {"part": "all", "plan": []}, "not prepared: left out"
+    data_command.command("tiny-imagenet")
+    quick = ("train.epochs=1", "train.batch=8", "train.precision=float32", "network.widths=32,64", "network.blocks=1,1")
+    found = paper_command.command("all", **words, set=quick, results=str(tmp_path / "results"))
+    assert [row["data"] for row in found["rows"]] == ["tiny-imagenet"] * 3
+    again = paper_command.command("all", **words, set=quick, results=str(tmp_path / "results"), plan=True)
+    assert again["plan"] == [], "what is on record is not trained again"
+
+
+def test_describe_shows_its_recipes_as_they_are_trained() -> None:
+    found = describe_command.command("tiny-width")
+    assert (found["shape"], found["classes"]) == ([3, 64, 64], 200)
+    whole = describe_command.command("width-resnet50")
+    assert (whole["shape"], whole["classes"]) == ([3, 224, 224], 1000)
+    assert 11.5 < whole["stages"][-1]["macs"] / found["stages"][-1]["macs"] < 12.5  # (224/64)^2 and the head
+    assert describe_command.command("tiny-width", classes=7, shape="3,32,32")["classes"] == 7
+    assert 2 * describe_command.command("tiny-small")["unnested"]["params"] < 20e6, (
+        "half precision, what the rule drops as well"
+    )
 
 
 def test_its_part_of_the_grid_stands_beside_no_number_of_the_papers(root: Path, tmp_path: Path) -> None:
@@ -171,6 +219,11 @@ def test_its_part_of_the_grid_stands_beside_no_number_of_the_papers(root: Path, 
     assert [Path(path).name.startswith("tiny-imagenet-") for path in found["results"]] == [True]
     [row, *_] = read_results(str(tmp_path / "results"))
     assert recipe_of(row).data.name == "tiny-imagenet" and row["train"].startswith("nestling train tiny-width")
-    assert "paper" not in "".join(
-        cell.small for table in tables(found["rows"], [], ["width-resnet50"]) for line in table.rows for cell in line
-    )
+    shown = tiny_tables(read_results(str(tmp_path / "results")))
+    assert [table.title for table in shown] == [
+        "width-resnet50",
+        "width-resnet50",
+        "width-resnet50, with something changed",
+    ]
+    assert shown[1].columns[0].text == "top-5 error in %"
+    assert "paper" not in "".join(cell.small for table in shown for line in table.rows for cell in line)

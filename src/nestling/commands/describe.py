@@ -15,11 +15,14 @@ from rich.table import Table
 from nestling.errors import NestlingError, nearest
 from nestling.files import write_atomically
 from nestling.nets.plan import Plan
-from nestling.nets.registry import NETS, ImageShape, plan
+from nestling.nets.registry import NETS, TINY, ImageShape, plan
 from nestling.nets.svg import draw as picture_of
 from nestling.recipes import RECIPES
 from nestling.recipes.recipe import NetworkRecipe, Recipe, flat, keys, override
 from nestling.recipes.rules import says
+
+# Classes and images of data sets whose networks have another number of classes or another size of images by themselves.
+SEEN: dict[str, tuple[int, ImageShape]] = {"tiny-imagenet": (200, TINY)}
 
 
 def command(
@@ -37,8 +40,9 @@ def command(
     """Show a network's stages: what each adds, what it costs, and a picture of the nest.
 
     Networks: the paper's width-resnet42, even-resnet42, depth-sparse98, alternate-sparse98, together-sparse98,
-    cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-digits, even-digits, depth-digits,
-    alternate-digits, together-digits, cascade-digits. Trained: width-resnet42-cifar10, depth-sparse98-cifar10.
+    cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-resnet18 (Tiny ImageNet); width-digits,
+    even-digits, depth-digits, alternate-digits, together-digits, cascade-digits. Trained: width-resnet42-cifar10,
+    depth-sparse98-cifar10.
 
     Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
     multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).
@@ -66,6 +70,9 @@ def command(
         run = opened(net)
         made, classes = run.recipe, classes or len(run.known["classes"])
         image = image or tuple(run.known["shape"])
+    if net in RECIPES and made.data.name in SEEN:
+        seen, shown = SEEN[made.data.name]
+        classes, image = classes or seen, image or shown
     base = made.network
     base = replace(base, alone=alone or base.alone, ensemble=ensemble or base.ensemble)
     recipe = override(replace(made, network=base), settings)

@@ -9,11 +9,12 @@ from rich import table
 from rich.console import Group
 from rich.text import Text
 
+from nestling.data.tiny_imagenet import prepared
 from nestling.errors import NestlingError
 from nestling.report.paper.tables import LEGEND, Table, tables
-from nestling.studies.paper.everything import CIFAR10, SEEDS, Job, everything, missing_jobs
+from nestling.studies.paper.everything import CIFAR10, SEEDS, TINY_NETWORKS, Job, everything, missing_jobs
 from nestling.studies.paper.grid import CHOICES, cells, known, train_cells
-from nestling.studies.paper.results import collect, compare, read_results, store
+from nestling.studies.paper.results import TINY, collect, compare, read_results, store
 
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
@@ -40,9 +41,10 @@ def command(
 
     Args:
         part: table1, table2, table3, tiny (table 3 on Tiny ImageNet), scopes (osgd's four), priorities (four orders), digits
-            (a small grid); all trains what is missing of CIFAR-10, most valuable first, and counts rows of results whose run
-            folders are gone; figures draws all tables and figures, findings writes the tables of docs/findings.md from the
-            results, profile measures the latency of every network that has a finished run.
+            (a small grid); all trains what is missing of CIFAR-10 and, where it is prepared, Tiny ImageNet, most valuable
+            first, and counts rows of results whose run folders are gone; figures draws all tables and figures, findings writes
+            the tables of docs/findings.md and docs/tables.md from the results, profile measures the latency of every network
+            that has a finished run.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
             all but alone-norm, which is independent nets with normalised gradients.
@@ -54,7 +56,7 @@ def command(
         results: where one row per run and stage goes as soon as the run is finished: a CSV file, or a folder of files named
             by data and device. Figures read all files of this folder. Empty: nowhere.
         page: where figures go, by default runs/figures.html, which also makes runs/figures.md and the folder runs/figures/
-            with the pictures; the page with marks that findings are written into, by default docs/findings.md.
+            with the pictures; the page with marks that findings are written into, by default docs/findings.md and docs/tables.md.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
@@ -72,8 +74,10 @@ def command(
     )
     if plan:
         return {"part": part, "plan": planned(missing_jobs(jobs, Path(out), ()), out)}
-    if part == ALL and not jobs:
-        return {"part": part, "plan": []}
+    if part == ALL:
+        jobs = [job for job in jobs if ready(job)]
+        if not jobs:
+            return {"part": part, "plan": []}
     options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
     words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
     line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
@@ -116,10 +120,15 @@ def keep(paths: Sequence[Path], results: str) -> list[str]:
 def jobs_of_all(
     network: tuple[str, ...], strategy: tuple[str, ...], seeds: int, settings: tuple[str, ...], out: str, results: str
 ) -> list[Job]:
-    """What is missing of CIFAR-10, in order of value."""
-    known(network, CIFAR10, "network")
+    """What is missing, in order of value."""
+    known(network, (*CIFAR10, *TINY_NETWORKS), "network")
     known(strategy, CHOICES, "strategy")
     return missing_jobs(everything(network, strategy, seeds, settings), Path(out), read_results(results))
+
+
+def ready(job: Job) -> bool:
+    """Whether its data are there, as far as can be told at once: Tiny ImageNet is not everyone's."""
+    return job.recipe.data.name != TINY or prepared(job.recipe.data.root)
 
 
 def planned(jobs: Sequence[Job], out: str) -> list[dict[str, Any]]:
@@ -140,7 +149,7 @@ def write_up(
     if part == "profile":
         return {"measured": deadline_rows.profile_missing(find([out]))}
     if part == "findings":
-        return findings.write_findings(results, page or "docs/findings.md")
+        return {"changed": findings.write_findings(results, (page,) if page else findings.PAGES)}
     return figures.draw(out, results, page or "runs/figures.html", strategy, data, set)
 
 
@@ -151,7 +160,8 @@ def show(result: dict[str, Any]) -> Group:
     if result["part"] == "profile":
         return Group(Text("\n".join(["measured:", *(result["measured"] or ["nothing: all networks have profiles"])])))
     if result["part"] == "findings":
-        return Group(Text(f"{result['page']}: {'made anew' if result['changed'] == 'yes' else 'nothing has changed'}"))
+        said = {"yes": "made anew", "no": "nothing has changed"}
+        return Group(Text("\n".join(f"{page}: {said[changed]}" for page, changed in result["changed"].items())))
     lines = [LEGEND]
     if result["part"] == "figures":
         lines.append(f"page: {result['report']}, {result['markdown']}, pictures in {result['pictures']}")

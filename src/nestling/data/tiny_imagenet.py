@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestling.data.cifar10 import cache
 from nestling.data.dataset import DataSet, Images, in_memory
 from nestling.data.image_folder import class_names, need_pillow, scan
 from nestling.errors import NestlingError
@@ -23,6 +24,7 @@ from nestling.files import to_text, write_atomically
 from nestling.recipes.recipe import DataRecipe
 
 SIDE = 64
+FOLDER = "tiny-imagenet-200"  # what its archive unpacks to
 ABOUT = "tiny-imagenet.json"  # classes, labels, statistics; the pixels are in PIXELS
 PIXELS = {"train": "tiny-imagenet-train.bin", "val": "tiny-imagenet-val.bin"}
 CHUNK = 1024  # pictures decoded between two reports of how far it is
@@ -38,13 +40,24 @@ def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
     return in_memory(images, recipe, tuple(about["classes"]), mean, std, device, pad=8, flip=True)
 
 
+def usual(root: str) -> Path:
+    """The folder that was named, or the usual place: what the archive unpacks to, in the folder for prepared data."""
+    return Path(root) if root else cache() / FOLDER
+
+
 def place(root: str) -> Path:
-    if not root or not Path(root).is_dir():
-        found = f"there is no folder {root}" if root else "no folder was named"
+    folder = usual(root)
+    if not folder.is_dir():
         raise NestlingError(
-            f"{found}; say where Tiny ImageNet is: --set data.root=FOLDER (nestling data tiny-imagenet: --root FOLDER)"
+            f"there is no folder {folder}; unpack Tiny ImageNet there, or say where it is: --set data.root=FOLDER (nestling "
+            "data tiny-imagenet: --root FOLDER)"
         )
-    return Path(root)
+    return folder
+
+
+def prepared(root: str) -> bool:
+    """Whether training may begin: every picture has been decoded."""
+    return (usual(root) / ABOUT).is_file()
 
 
 def read_about(root: Path) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Architecture:
 
 DIGITS: ImageShape = (1, 8, 8)
 IMAGENET: ImageShape = (3, 224, 224)
+TINY: ImageShape = (3, 64, 64)  # Tiny ImageNet
 
 NETS: dict[str, Architecture] = {
     # the paper's networks for CIFAR-10, and its baselines
@@ -95,6 +96,8 @@ NETS: dict[str, Architecture] = {
     "depth-sparse66": Architecture(
         "sparse", "d,d", (64, 128, 256, 512), (8, 8, 8, 8), stem="imagenet", shape=IMAGENET, classes=1000
     ),
+    # for Tiny ImageNet: ResNet-18 with a narrower end, 16 MB in half precision
+    "width-resnet18": Architecture("resnet", "w,w", (64, 128, 256, 384), (2, 2, 2, 2), shape=TINY, classes=200),
     # the same ideas, small enough for 8x8 digits on a laptop
     "width-digits": Architecture("resnet", "w,w", (16, 32), (2, 2), shape=DIGITS),
     "even-digits": Architecture("resnet", "w,w,w", (16, 32), (2, 2), stripes=(1, 1, 1, 1), shape=DIGITS),

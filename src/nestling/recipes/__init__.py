@@ -28,6 +28,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "imagenet-depth": imagenet.depth,
     "tiny-width": tiny.width,
     "tiny-depth": tiny.depth,
+    "tiny-small": tiny.small,
 }
 
 

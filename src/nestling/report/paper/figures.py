@@ -16,7 +16,7 @@ from nestling.report.paper import pictures
 from nestling.report.paper.claims import CIFAR10, claims, claims_table
 from nestling.report.paper.deadline_rows import read_studies, store_studies, view_rows
 from nestling.report.paper.pictures import VIEWS
-from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables
+from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables, tiny_tables
 from nestling.report.publish import publish
 from nestling.report.records import Run, find
 from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
@@ -51,6 +51,7 @@ def draw(
     parts = [part for part in TABLES if (part == "digits") == (data == "digits") and part != "tiny"]
     folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
     rows = merged(read_results(results), collect(folders))
+    tiny, whole = [row for row in rows if row.get("data") == TINY], data == "cifar10" and not settings
     shared = [{**row, "changes": less(row["changes"], settings)} for row in rows if row.get("data") != TINY]
     rows = lent([row for row in shared if row["changes"] is not None], parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]
@@ -63,7 +64,7 @@ def draw(
     top5 = compare(rows, "top5")
     shown = tables(means, top5, networks)
     sections = (
-        *(held(rows, study, means) if data == "cifar10" and not settings else ()),
+        *(held(rows, study, means, tiny) if whole else ()),
         Section("tradeoff", "Error against MACs", tradeoff(means, names, data)),
         Section("deadlines", "Error under deadlines", drawn),
         Section("priorities", "Priority orders", orders),
@@ -72,6 +73,7 @@ def draw(
             "The tables, ours beside the paper's",
             (Text(LEGEND), *shown) if shown else (Text("Nothing yet."),),
         ),
+        *([Section("tiny", "Table 3 on Tiny ImageNet", tuple(tiny_tables(tiny)))] if tiny and whole else []),
         Section("missing", "What is missing", tuple(map(Note, absent)) or (Text("Nothing."),)),
     )
     lead = (
@@ -83,11 +85,11 @@ def draw(
     return {**files, "networks": networks, "rows": means, "top5": top5, "deadlines": study, "missing": absent}
 
 
-def held(rows: Sequence[Row], study: Sequence[Row], means: Sequence[Row]) -> tuple[Section, ...]:
+def held(rows: Sequence[Row], study: Sequence[Row], means: Sequence[Row], tiny: Sequence[Row]) -> tuple[Section, ...]:
     """What of the paper's claims holds, and how much of its grid that rests on."""
     return (
         Section("coverage", "How much has been trained", (coverage_table(means, CIFAR10),)),
-        Section("claims", "What holds", (claims_table(claims(rows, study)),)),
+        Section("claims", "What holds", (claims_table(claims(rows, study, tiny)),)),
     )
 
 

@@ -1,7 +1,7 @@
-"""`nestling paper findings`: the tables of docs/findings.md, written between its marks from the rows in results/.
+"""`nestling paper findings`: the tables of docs/findings.md and docs/tables.md, from the rows in results/.
 
-In: a folder of results and a page that has marks, `<!-- NAME: made by nestling paper findings -->` to `<!-- end -->`. Out: the
-page with every such part made anew. What stands outside the marks is a person's, and has no figures.
+In: a folder of results and pages that have marks, `<!-- NAME: made by nestling paper findings -->` to `<!-- end -->`. Out: the
+pages with every such part made anew. What stands outside the marks is a person's, and has no figures.
 """
 
 import re
@@ -14,7 +14,7 @@ from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.claims import claims, claims_table, gains_table
 from nestling.report.paper.deadline_rows import read_studies
-from nestling.report.paper.tables import coverage_table, network_table, variants_table
+from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
 from nestling.studies.paper.grid import recipe_of
 from nestling.studies.paper.lent import lent
@@ -25,29 +25,36 @@ TABLES = ("table1", "table2", "digits")
 MADE = "made by nestling paper findings"
 MARK = re.compile(rf"<!-- (?P<name>[a-z0-9-]+): {MADE} -->\n.*?<!-- end -->", re.DOTALL)
 DIGITS = ("width-digits", "depth-digits")
+PAGES = ("docs/findings.md", "docs/tables.md")
 
 
-def write_findings(results: str, page: str) -> dict[str, str]:
-    """Make every marked part of the page anew."""
-    path = Path(page)
-    if not path.is_file():
-        raise NestlingError(f"there is no page {page} to write findings into; --page names one that has marks.")
-    before = path.read_text(encoding="utf-8")
-    write_atomically(path, filled(before, results).encode())
-    return {"page": page, "changed": "yes" if path.read_text(encoding="utf-8") != before else "no"}
+def write_findings(results: str, pages: Sequence[str] = PAGES) -> dict[str, str]:
+    """Make every marked part of these pages anew; which of them have changed."""
+    paths = [Path(page) for page in pages]
+    for path in paths:
+        if not path.is_file():
+            raise NestlingError(f"there is no page {path} to write findings into; --page names one that has marks.")
+    before = {path: path.read_text(encoding="utf-8") for path in paths}
+    after = {path: filled(text, results) for path, text in before.items()}
+    for path, text in after.items():
+        write_atomically(path, text.encode())
+    return {str(path): "yes" if after[path] != before[path] else "no" for path in paths}
 
 
 def filled(text: str, results: str) -> str:
     """The page with its marked parts made from the results."""
-    rows = lent([row for row in read_results(results) if row.get("data") != TINY], TABLES)
+    every = read_results(results)
+    tiny = [row for row in every if row.get("data") == TINY]
+    rows = lent([row for row in every if row.get("data") != TINY], TABLES)
     studies = [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)]
     parts: dict[str, Callable[[], str]] = {
-        "claims": lambda: table_text(claims_table(claims(rows, studies))),
+        "claims": lambda: table_text(claims_table(claims(rows, studies, tiny))),
         "coverage": lambda: table_text(coverage_table(compare(rows), CIFAR10)),
         "gains": lambda: joined([gains_table(rows, "sgd"), gains_table(rows, "sgd-sum")]),
         "cifar10": lambda: joined([network_table(network, usual(rows)) for network in CIFAR10]),
         "variants": lambda: joined([variant_table(rows, network) for network in CIFAR10]),
         "digits": lambda: joined([network_table(network, compare(rows)) for network in DIGITS]),
+        "tiny": lambda: joined(tiny_tables(tiny)) or "Not trained.",
         "images": lambda: images(rows),
         "left": lambda: left(results),
     }

@@ -11,7 +11,7 @@ from math import isnan
 from nestling.recipes.strategies import of_the_paper
 from nestling.report.content import Cell, Table
 from nestling.studies.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
-from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, paper_number
+from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, compare, paper_number
 from nestling.studies.paper.statistics import label
 
 ORDER = (*of_the_paper(), *INDEPENDENT)  # the paper's columns, and ours between them
@@ -153,6 +153,11 @@ def tables(means: Sequence[Row], top5: Sequence[Row], networks: Iterable[str]) -
         gap = gap_table(network, means)
         found += [gap] if gap else []
     return found
+
+
+def tiny_tables(rows: Sequence[Row]) -> list[Table]:
+    """The networks of table 3 on Tiny ImageNet, top-1 and top-5 errors; the paper has no numbers for it."""
+    return tables(compare(rows), compare(rows, "top5"), dict.fromkeys(row["network"] for row in rows))
 
 
 def coverage_table(means: Iterable[Row], networks: Sequence[str], seeds: int = 3) -> Table:

@@ -1,11 +1,11 @@
-"""All runs that the paper's CIFAR-10 experiments ask for, most valuable first, and which of them are still to be trained.
+"""All runs that the paper's experiments ask for, on CIFAR-10 and Tiny ImageNet, most valuable first, and which are missing.
 
 In: networks, strategies and seeds to choose from, a folder of runs, rows of results. Out: jobs in order, each with what it
 needs of a GPU. A run counts as done as a finished folder, or as complete rows of results, where its folder is gone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nestling.files import RESULTS
@@ -13,12 +13,13 @@ from nestling.nets import plan
 from nestling.recipes.recipe import NetworkRecipe, Recipe
 from nestling.runs.folder import RunDir
 from nestling.studies.paper.grid import STUDIED, TABLES, cells, sizes
-from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, Row, changes, strategy_name
+from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 
 SEEDS = 3
 COMPARED = ("sgd", "sgd-sum", "osgd")
 BOTH = (STUDIED, "depth-sparse98")  # the width and the depth nest
 CIFAR10 = (*TABLES["table1"], *TABLES["table2"])
+TINY_NETWORKS = tuple(TABLES["tiny"])
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,15 @@ PARTS = (
     Part("greedy training, which takes longest", strategies=("greedy",)),
     Part("independent nets (Oracle)", strategies=(ALONE,), seeds=SEEDS),
     Part("its Oracle of the largest Sparse ResNet-98", networks=("depth-sparse98",), strategies=(ALONE_NORM,)),
+    Part("table 3 on Tiny ImageNet", "tiny", TINY_NETWORKS, COMPARED),
+    Part("its independent nets", "tiny", TINY_NETWORKS, (ALONE,)),
     Part("priority orders", "priorities", BOTH),
     Part("scopes", "scopes", BOTH),
     Part("weight decay, which the paper does not give", "", BOTH, COMPARED, 1, ("train.weight_decay=0.0001",)),
     Part("more seeds of normalised gradients", strategies=("normsgd", "osgd-norm"), seeds=SEEDS),
     Part("more seeds of priority orders", "priorities", BOTH, seeds=SEEDS),
     Part("more seeds of scopes", "scopes", BOTH, seeds=SEEDS),
+    Part("more seeds of table 3 on Tiny ImageNet", "tiny", TINY_NETWORKS, COMPARED, SEEDS),
     Part("more seeds of greedy training", strategies=("greedy",), seeds=SEEDS),
 )
 
@@ -77,9 +81,10 @@ def everything(
     found: dict[str, Job] = {}
     sizes_seen: dict[tuple[object, ...], str] = {}
     for each in parts:
-        for name, recipe in of_part(each, seeds, settings):
+        mine = tuple(name for name in each.networks if not networks or name in networks)
+        for name, recipe in of_part(replace(each, networks=mine), seeds, settings) if mine else ():
             column = strategy_name(recipe)
-            if (networks and recipe.network.name not in networks) or (strategies and column not in strategies):
+            if strategies and column not in strategies:
                 continue
             if column == ALONE_NORM and recipe.network.alone != len(sizes(NetworkRecipe(recipe.network.name))):
                 continue
@@ -123,18 +128,23 @@ def recipe_keys(recipe: Recipe) -> set[tuple[object, ...]]:
 
 # --- what a run takes -------------------------------------------------------------------------------------------------
 
-STEPS = 390  # of an epoch of CIFAR-10, batch 128
+STEPS = 390  # of an epoch of CIFAR-10, batch 128, and of Tiny ImageNet, batch 256
+IMAGENET_STEPS = 5004  # batch 256
 # ms of an H200 for a step of SGD, each of six side by side: results/step-h200.json, the two nests that were measured; the
 # others are taken to be like the one with as many layers.
 STEP_MS = {"resnet42": 1.15, "sparse98": 1.35}
+IMAGENET_MS = {"resnet50": 52.1, "sparse66": 72.8}  # of pictures of 224x224, batch 256: results/imagenet-h200.json
+SMALLER = (64 / 224) ** 2  # what is left of it at 64x64, at best
 SEVERAL = 1.5  # how much more a step takes that needs a gradient for every task (1.55 and 1.50 there)
 UNFUSED = 4.0  # and one of greedy training, without kernels of our own, as far as is known
 
 
 def chip_minutes(recipe: Recipe) -> float:
     """About how many minutes of an H200 a run takes with five others beside it."""
-    stages = sizes(NetworkRecipe(recipe.network.name))
-    step = STEP_MS.get(recipe.network.name.partition("-")[2], 1.35)
+    stages, kind = sizes(NetworkRecipe(recipe.network.name)), recipe.network.name.partition("-")[2]
+    tiny = recipe.data.name == TINY
+    step = IMAGENET_MS[kind] * (SMALLER if tiny else 1) if kind in IMAGENET_MS else STEP_MS.get(kind, 1.35)
+    steps = IMAGENET_STEPS if kind in IMAGENET_MS and not tiny else STEPS
     name = strategy_name(recipe)
     if name in INDEPENDENT:
         step *= (
@@ -144,4 +154,4 @@ def chip_minutes(recipe: Recipe) -> float:
         step *= UNFUSED * len(stages)
     elif name not in ("sgd", "sgd-sum"):
         step *= SEVERAL
-    return step * STEPS * recipe.train.epochs / 60_000
+    return step * steps * recipe.train.epochs / 60_000
