@@ -106,12 +106,31 @@ class Reused(nn.Module):
         return logits
 
 
+class SideBySide(nn.Module):
+    """Every block reads the two before it, and the image is read to the end: no one tensor holds all that goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.shrunk = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+        self.blocks, self.fc = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(4)), nn.Linear(16, 5)
+        self.gate = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, last = self.stem(x), self.stem(x)
+        for block in self.blocks:
+            before, last = last, F.relu(block(torch.cat([before, last], 1)))
+            last = last * self.gate(last.mean((2, 3)))[:, :, None, None].sigmoid()
+        logits: Tensor = self.fc(torch.cat([last, self.shrunk(x)], 1).mean((2, 3)))
+        return logits
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "resnet": (Small, (0.3, 0.7)),
     "resnet by name": (Small, ("layer1", "layer2")),
     "transformer": (Transformer, (0.4, 0.7)),
     "transformer by name": (Transformer, ("blocks.0", "blocks.1")),
     "what a width nest refuses": (Shuffles, ("one",)),
+    "branches side by side": (SideBySide, (0.3, 0.6)),
     "a layer in two blocks": (Reused, ("stem", 0.6)),
 }
 
@@ -136,6 +155,14 @@ def test_the_last_answer_is_the_modules_own(what: str) -> None:
                 assert torch.equal(mine, staged)
                 assert torch.allclose(net.subnet(stage)(x), mine, atol=1e-6)
     assert 0 < net.plan.macs(1) < net.plan.macs(2)
+
+
+def test_an_exit_beside_branches_costs_what_was_asked() -> None:
+    net = exits(SideBySide(), (0.3, 0.6), IMAGE)
+    shares = [net.plan.macs(stage) / net.plan.macs(3) for stage in (1, 2)]
+    assert shares == pytest.approx([0.3, 0.6], abs=0.12)
+    sides = [net.plan.by_name[net.plan.by_name[f"exit{stage}.pool"].reads[0]].size for stage in (1, 2)]
+    assert sides == [(16, 16)] * 2, "maps of features, no gates"
 
 
 def test_early_answers_need_nothing_that_comes_later() -> None:

@@ -25,6 +25,7 @@ from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import BATCHES, Shape, path_of
 
 HEADS = ("linear", "conv")
+NEAR = 0.25  # of the work: how far from the share that was asked for an exit may stand
 
 
 def exits(
@@ -80,9 +81,12 @@ def check(at: Any, head: str, width: Any, net: str) -> None:
 def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx.Node, str]]:
     """The tensor after which each exit stands, in the order in which they are computed, with the name in the sketch."""
     order = reader.trace.record.nodes
-    done = work_done(reader)
-    found = {named(reader, place, net) if isinstance(place, str) else shared(reader, place, done, net) for place in at}
-    kept = sorted((node for node in found), key=order.index)
+    work = own_work(reader)
+    found = [named(reader, place, net) for place in at if isinstance(place, str)]
+    for share in sorted(place for place in at if not isinstance(place, str)):
+        taken = {work[str(reader.first_names[node])] for node in found}
+        found.append(shared(reader, share, work, taken, net))
+    kept = sorted({*found}, key=order.index)
     if len(kept) < len(at):
         raise NestlingError(
             f"{net}: several of the exits {tuple(at)} fall on the same place, as after {reader.first_names[kept[0]]}; ask for "
@@ -95,30 +99,44 @@ def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx
     return [(node, str(name)) for node, name in names]
 
 
-def work_done(reader: Reader) -> dict[str, int]:
-    """How many MACs are spent when each node of the sketch is computed."""
-    nodes, total, done = reader.sketch.nodes, 0, {}
-    for node in nodes.values():
+def own_work(reader: Reader) -> dict[str, int]:
+    """How many MACs each node of the sketch needs, with all that it is computed from."""
+    nodes = reader.sketch.nodes
+    macs, needed, found = [], dict[str, int](), dict[str, int]()
+    for number, node in enumerate(nodes.values()):
         there = replace(node, births=(1,) * node.channels)
         reads = [replace(nodes[read], births=(1,) * nodes[read].channels) for read in node.reads]
-        total += sum(there.op.macs(there, reads))
-        done[node.name] = total
-    return done
+        macs.append(sum(there.op.macs(there, reads)))
+        mine = 1 << number  # a bit for each node that is needed
+        for read in node.reads:
+            mine |= needed[read]
+        needed[node.name] = mine
+        found[node.name] = sum(each for place, each in enumerate(macs) if mine >> place & 1)
+    return found
 
 
-def shared(reader: Reader, share: float, done: dict[str, int], net: str) -> fx.Node:
-    """The place where one tensor holds all that goes on, nearest to a share of the work; the deepest of equally near ones."""
-    candidates = []
-    for index, node in separators(reader):
-        name = reader.first_names.get(node)
-        if isinstance(name, str) and name != reader.sketch.output and is_feature(reader.values[node]):
-            candidates.append((abs(done[name] - share * max(done.values())), -index, node))
-    if not candidates:
-        raise NestlingError(
-            f"{net}: it has no place where one tensor holds all that goes on (branches run side by side all the way). Name the "
-            'modules after which it should answer, such as at=("layer1",)'
-        )
-    return min(candidates, key=lambda candidate: candidate[:2])[2]
+def shared(reader: Reader, share: float, work: dict[str, int], taken: set[int], net: str) -> fx.Node:
+    """The place where one tensor holds all that goes on, nearest to a share of the work; the deepest of equally near ones.
+
+    Where none is near, because branches run side by side, the map of features whose own work is nearest. After other work
+    than those that are taken."""
+    most = work[reader.sketch.output]
+    full = list(separators(reader))
+    others = [(index, node) for index, node in enumerate(reader.trace.record.nodes) if is_map(reader.values[node])]
+    for candidates, limit in ((full, NEAR), (others, 1.0), (full, 1.0)):
+        near = []
+        for index, node in candidates:
+            name = reader.first_names.get(node)
+            if not isinstance(name, str) or name == reader.sketch.output or work[name] in taken:
+                continue
+            if is_feature(reader.values[node]):
+                near.append((abs(work[name] - share * most), -index, node))
+        if near and min(near, key=lambda each: each[:2])[0] <= limit * most:
+            return min(near, key=lambda each: each[:2])[2]
+    raise NestlingError(
+        f"{net}: it has no further tensor of features that an exit could read. Ask for fewer, or name the modules after which "
+        'it should answer, such as at=("layer1",)'
+    )
 
 
 def separators(reader: Reader) -> Iterator[tuple[int, fx.Node]]:
@@ -158,6 +176,11 @@ def own_path(node: fx.Node) -> str:
 def prefixes(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
+
+
+def is_map(value: Any) -> bool:
+    """Features of pixels or tokens, and not one number for each channel, as a gate has."""
+    return is_feature(value) and value.dim() > 2 and min(value.shape[2:]) > 1
 
 
 def is_feature(value: Any) -> bool:

@@ -108,13 +108,14 @@ class WeightedOp(Operation):
         if self.groups == 1:
             return
         births, size = reads[0].births, node.channels // self.groups
+        parts = [node.births[g * size : (g + 1) * size] for g in range(self.groups)]
+        inputs = [[births[c] for c in self.inputs(reads, g)] for g in range(self.groups)]
         for stage in sorted(set(node.births)):
-            rows = [row for row, birth in enumerate(node.births) if birth == stage]
-            groups = sorted({self.group_of(node, row) for row in rows})
-            row_counts = {sum(self.group_of(node, row) == g for row in rows) for g in groups}
-            column_counts = {sum(births[c] <= stage for c in self.inputs(reads, g)) for g in groups}
+            row_counts = {part.count(stage) for part in parts} - {0}
+            column_counts = {
+                sum(birth <= stage for birth in mine) for mine, part in zip(inputs, parts, strict=True) if stage in part
+            }
             # D_stage by itself is a grouped layer too: all its groups need the same number of rows so far
-            parts = [node.births[g * size : (g + 1) * size] for g in range(self.groups)]
             so_far = {sum(birth <= stage for birth in part) for part in parts} - {0}
             if len(row_counts) > 1 or len(column_counts) > 1 or len(so_far) > 1:
                 raise NestlingError(
@@ -184,8 +185,10 @@ class WeightedOp(Operation):
     def table(self, node: Node, reads: Sequence[Node], rows: Channels, columns: Channels) -> Tensor:
         """For each of these rows, where in its group the input channels `columns` of its group stand."""
         width = reads[0].channels // self.groups
-        groups = [self.group_of(node, row) for row in rows]
-        return lazy.torch.tensor([[c - group * width for c in columns if c // width == group] for group in groups])
+        places: dict[int, list[int]] = {}
+        for column in columns:
+            places.setdefault(column // width, []).append(column % width)
+        return lazy.torch.tensor([places.get(self.group_of(node, row), []) for row in rows])
 
     def staged(self, layer: Any, cut: Cut | None, reads: Sequence[Tensor], training: bool) -> Tensor:
         assert cut is not None
