@@ -13,16 +13,14 @@ from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import (
-    explained,
     nonfinite,
     nonfinite_gradient,
     nonfinite_losses,
     nonfinite_places,
-    refuse_sparse,
     unreached,
 )
 from nestling.gradients.contract import R, TaskRows
-from nestling.gradients.layered import LayeredRows, take
+from nestling.gradients.layered import LayeredRows, taken
 from nestling.gradients.owners import Layout, tasks_of
 from nestling.gradients.passes import of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree
@@ -110,25 +108,13 @@ class Gathered(Generic[R]):
 
     def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
         seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
-        if self.layers:
-            self._add_layered(task, loss, seed, retain)
-            return
-        reached = of_task(loss, seed, retain, task, self.now, self.stored[task])
+        without = [layer.param for layer in self.layers]
+        with taken(self.layers, task) as edges:
+            reached = of_task(loss, seed, retain, task, self.now, self.stored[task], without, edges)
+        through = [layer.param for layer in self.layers if task in layer.tasks]
+        self.now.missed.difference_update(through)
         if reached is not None:
-            self.reached = bool(self.reached) or reached
-
-    def _add_layered(self, task: int, loss: Tensor, seed: Tensor | None, retain: bool) -> None:
-        """The same, with output gradients of layers in place of their weights' rows."""
-        try:
-            found = take(loss, seed, retain, task, self.layers, self.now.params)
-        except RuntimeError as error:
-            raise explained(error, task) from error
-        for i, grad in found.items():
-            refuse_sparse(grad, self.now.named[i][0])
-            self.stored[task][i] = grad.permute(self.now.specs[i].memory).contiguous()
-        reached = {*found, *(layer.param for layer in self.layers if task in layer.tasks)}
-        self.now.missed -= reached
-        self.reached = bool(self.reached) or bool(reached)
+            self.reached = bool(self.reached) or reached or bool(through)
 
     def check_owners(self, losses: Sequence[Tensor], matter: bool, first: bool) -> None:
         """Whether the graph can tell who owns what; looked at again only where it says something new."""

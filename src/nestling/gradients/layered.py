@@ -4,11 +4,13 @@ In come the layers with their output gradients, and the rows of all other parame
 asks of rows (contract.py). A layer's weight gradient is made once, of the weighted output gradients.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from nestling.gradients.contract import Blocks
 from nestling.gradients.owners import Layout
@@ -16,25 +18,27 @@ from nestling.gradients.portions import portions
 from nestling.gradients.rowless import WeightUse
 from nestling.gradients.rows import LaidOutRows, Rows, refuse_nonfinite
 
+EXACT = 1e-6  # of the update; products in float32 that leave less are made again in float64
 
-def take(
-    loss: Tensor, seed: Tensor | None, retain: bool, task: int, layers: Sequence[WeightUse], params: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """One task's backward: output gradients go to the layers, those of other parameters are returned by their number."""
+
+@contextmanager
+def taken(layers: Sequence[WeightUse], task: int) -> Iterator[list[GradientEdge]]:
+    """Inside, a backward pass to these edges leaves the task's output gradients with the layers."""
     mine = [layer for layer in layers if task in layer.tasks]
-    taken = {layer.param for layer in layers}
-    rest = [i for i in range(len(params)) if i not in taken]
-    inputs: list[Any] = [*(layer.edge for layer in mine), *(params[i] for i in rest)]
-    found = torch.autograd.grad(
-        [loss], inputs, None if seed is None else [seed], retain_graph=retain, allow_unused=True
-    )
-    for layer, delta in zip(mine, found, strict=False):
-        if delta is not None:
-            layer.deltas[task] = delta
-        else:  # on the way, but nothing comes through
+    hooks = [layer.node.register_prehook(partial(_keep, layer.deltas, task)) for layer in mine]
+    try:
+        yield [layer.edge for layer in mine]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in mine:
+        if task not in layer.deltas:  # on the way, but nothing comes through
             layer.tasks = tuple(other for other in layer.tasks if other != task)
-    grads = zip(rest, found[len(mine) :], strict=True)
-    return {i: grad.clone() for i, grad in grads if grad is not None}  # autograd may hand out one tensor twice
+
+
+def _keep(deltas: dict[int, Tensor], task: int, given: tuple[Tensor | None, ...]) -> None:
+    if given[0] is not None:
+        deltas[task] = given[0]
 
 
 class LayeredRows(LaidOutRows):
@@ -44,7 +48,6 @@ class LayeredRows(LaidOutRows):
         self.params, self.layout, self.layers, self.rows = rows.params, layout, layers, rows
         self.certain = rows.certain
         self.check, rows.check = rows.check, False  # of the whole, not of the part
-        self.grams = [layer.gram() for layer in layers]
 
     def agreed(self, weights: Tensor) -> Tensor:
         return self.rows.agreed(weights)
@@ -63,18 +66,30 @@ class LayeredRows(LaidOutRows):
         found = {own: block[p.param] for p, own in zip(part.pieces, part.labels(scope), strict=True)}
         return [found[own] for own in range(len(found))]
 
+    @torch.no_grad()
     def gram(self, scope: str = "all") -> Tensor:
         count = portions(self.layout, scope).count
-        total = torch.zeros(count, self.tasks, self.tasks, dtype=torch.float64, device=self.device)
+        rows = torch.zeros(count, self.tasks, self.tasks, dtype=torch.float64, device=self.device)
         for place, part in zip(self._blocks_of_rows(scope), self.rows.gram(scope), strict=True):
-            total[place] += part
-        block = self._block_of(scope)
-        for layer, part in zip(self.layers, self.grams, strict=True):
-            tasks = list(layer.tasks)
-            total[block[layer.param]][torch.tensor(tasks)[:, None], tasks] += part
+            rows[place] += part
+        total, noise = rows, None
+        if self.device.type == "cpu":  # elsewhere a second look would wait for the device
+            total, noise = self._with_layers(rows, scope, torch.float32)
+        if noise is None or not exact(total, noise):
+            total, _ = self._with_layers(rows, scope, torch.float64)
         if self.check:
             refuse_nonfinite(total)
         return total
+
+    def _with_layers(self, rows: Tensor, scope: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The layers' inner products added to those of the rows, and what rounding may have done to them."""
+        total, noise, block = rows.clone(), rows.new_zeros(rows.shape[:2]), self._block_of(scope)
+        for layer in self.layers:
+            tasks, at = list(layer.tasks), block[layer.param]
+            part, moved = layer.gram(torch.promote_types(dtype, layer.weight.dtype))
+            total[at][torch.tensor(tasks)[:, None], tasks] += part
+            noise[at, tasks] += moved
+        return total, noise
 
     @torch.no_grad()
     def write(self, weights: Tensor, scope: str = "all") -> None:
@@ -101,6 +116,19 @@ class LayeredRows(LaidOutRows):
                     self.rows.stored[task][layer.param] = layer.row(task).permute(memory).contiguous()
             self.rows.layout, self.layers = self.layout, []
         return self.rows
+
+
+def exact(gram: Tensor, noise: Tensor) -> bool:
+    """Whether weights found from a Gram matrix are right to EXACT, for all that rounding moved it, (blocks, tasks): what
+    nearly parallel gradients differ by is the smallest eigenvalue of their cosines."""
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    if not bool(gram.isfinite().all()):
+        return False
+    size = squares.clamp_min(0).sqrt()
+    unit = torch.where(size > 0, size, 1.0)
+    cosines = gram / (unit[:, :, None] * unit[:, None, :]) + torch.diag_embed((size == 0).to(gram.dtype))
+    apart = torch.linalg.eigvalsh(cosines)[:, :1]
+    return bool((noise <= EXACT * apart * squares).all())
 
 
 def _put(weight: Tensor, update: Tensor) -> None:

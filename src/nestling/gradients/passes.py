@@ -4,11 +4,13 @@ In come losses and parameters; out come gradients, in the parameters' order. Tor
 is taken from there is nobody else's; the caller's own gradients are put aside meanwhile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from nestling.gradients.checks import explained, refuse_sparse
 from nestling.gradients.trained import Trained
@@ -60,17 +62,30 @@ def added(kept: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return grad if kept is None else kept if grad is None else kept.add_(grad)
 
 
-def of_task(loss: Tensor, seed: Tensor | None, retain: bool, task: int, now: Trained, row: GradientRow) -> bool | None:
-    """One task's backward, added to its row. Says whether any parameter was reached; None where none was asked for."""
+def of_task(
+    loss: Tensor,
+    seed: Tensor | None,
+    retain: bool,
+    task: int,
+    now: Trained,
+    row: GradientRow,
+    without: Collection[int] = (),
+    edges: Sequence[GradientEdge] = (),
+) -> bool | None:
+    """One task's backward, added to its row. Says whether any parameter was reached; None where none was asked for.
+
+    `without`: parameters to leave out; `edges`: where the pass has to come, whatever else it needs.
+    """
     boxes = now.layout.boxes[task] if now.layout is not None else None
     # What ranks agreed on is checked, so everything is asked for; given owners are taken at their word.
-    wanted = [i for i in range(len(now.params)) if boxes is None or now.found or boxes[i] is not None]
-    if not wanted:
+    asked = set(range(len(now.params))).difference(without)
+    wanted = [i for i in sorted(asked) if boxes is None or now.found or boxes[i] is not None]
+    if not wanted and not edges:
         return None
     # What torch does not add up itself: a part of a gradient, or one that never comes into `.grad`.
     apart = [now.route is not None or (boxes is not None and boxes[i] != now.wholes[i]) for i in wanted]
     try:
-        grads = _passed(loss, seed, retain, now, row, wanted, apart)
+        grads = _passed(loss, seed, retain, now, row, wanted, apart, edges)
     except RuntimeError as error:
         raise explained(error, task) from error
     for i, grad, alone in zip(wanted, grads, apart, strict=True):
@@ -86,6 +101,7 @@ def _passed(
     row: GradientRow,
     wanted: list[int],
     apart: list[bool],
+    edges: Sequence[GradientEdge],
 ) -> list[Tensor | None]:
     """The gradients of the wanted parameters; on top of the row where it is not `apart`."""
     params = [now.params[i] for i in wanted]
@@ -94,7 +110,8 @@ def _passed(
     for i, alone in zip(wanted, apart, strict=True):
         kept = row[i]
         now.params[i].grad = None if kept is None or alone else kept.permute(now.specs[i].inverse)
-    torch.autograd.backward(loss, seed, retain_graph=retain, inputs=params)
+    inputs: list[Any] = [*params, *edges]
+    torch.autograd.backward(loss, seed, retain_graph=retain, inputs=inputs)
     return [p.grad for p in params]
 
 

@@ -21,7 +21,7 @@ from nestling.gradients.walks import reached
 
 MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
 CONVOLUTION = "ConvolutionBackward0"
-WIDE = 2  # a float64 product costs as much as two of float32
+COMBINED = 48  # products that cost as much as one entry of a row in Gram matrix and update, on a CPU
 
 
 @dataclass(eq=False)
@@ -40,27 +40,29 @@ class WeightUse:
     def edge(self) -> GradientEdge:
         return GradientEdge(self.node, 0)
 
-    def gram(self) -> Tensor:
-        """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64."""
-        inputs, deltas = self._wide_inputs(), torch.stack([self._wide_delta(task) for task in self.tasks])
+    def gram(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64, with products over i in `dtype`;
+        and how far rounding may have moved them, (tasks,): over products of random signs, as for a sum of many."""
+        inputs, deltas = self._flat_inputs().to(dtype), [self._flat_delta(task).to(dtype) for task in self.tasks]
         among = inputs @ inputs.T  # (i, i)
-        mixed = torch.stack(
-            [among @ delta for delta in deltas]
-        )  # (tasks, i, out): one after another, nothing is permuted
-        return mixed.flatten(1) @ deltas.flatten(1).T
+        wide = torch.stack([delta.double().flatten() for delta in deltas])
+        found = torch.stack([wide @ (among @ delta).double().flatten() for delta in deltas])
+        sizes = wide.pow_(2).unflatten(1, (len(inputs), -1)).sum(2)  # (tasks, i)
+        spread = ((sizes @ among.double().pow_(2)) * sizes).sum(1)
+        return (found + found.T) / 2, torch.finfo(dtype).eps * spread.sqrt()
 
-    def _wide_inputs(self) -> Tensor:
-        """a: (i, entries of a weight's row), float64."""
+    def _flat_inputs(self) -> Tensor:
+        """a: (i, entries of a weight's row)."""
         if not self.options:
-            return self.inputs.double()
+            return self.inputs
         stride, padding, dilation = self.options
         columns = F.unfold(self.inputs, self.weight.shape[2:], dilation, padding, stride)
-        return columns.transpose(1, 2).flatten(0, 1).double()
+        return columns.transpose(1, 2).flatten(0, 1)
 
-    def _wide_delta(self, task: int) -> Tensor:
-        """d of a task: (i, out), float64."""
+    def _flat_delta(self, task: int) -> Tensor:
+        """d of a task: (i, out)."""
         delta = self.deltas[task]
-        return (delta.flatten(2).transpose(1, 2).flatten(0, 1) if self.options else delta).double()
+        return delta.flatten(2).transpose(1, 2).flatten(0, 1) if self.options else delta
 
     def update(self, weights: "Sequence[float] | Tensor") -> Tensor:
         """The gradient of the weighted losses; `weights` by task."""
@@ -107,12 +109,11 @@ def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool
 
 
 def cheaper(weight: Tensor, node: Any, tasks: int) -> bool:
-    """Whether products of inputs and of output gradients cost less than a weight gradient for every task."""
+    """Whether products of inputs and of output gradients cost less than a weight gradient for every task but one."""
     out, into = weight.shape[0], prod(weight.shape[1:])
     gave = node._input_metadata[0].shape
     rows = gave[0] * prod(gave[2:])
-    here = rows * into * out + WIDE * rows**2 * (into + tasks * out)
-    return bool(here < tasks * rows * into * out)
+    return bool(rows**2 * (into + tasks * out) < (tasks - 1) * (rows + COMBINED) * into * out)
 
 
 def _user(leaf: Any, used: Sequence[Any], users: Mapping[Any, Sequence[Any]]) -> Any:
