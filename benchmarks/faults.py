@@ -1,14 +1,17 @@
-"""Faults, counted: workers and drivers of a sweep are killed, checkpoints damaged, disks filled; all ends as if undisturbed.
+"""Faults, counted: whatever trains is killed, checkpoints are damaged, disks filled; all ends as if undisturbed.
 
-    python benchmarks/faults.py --faults 12    # prints a line of JSON; fails where a fault cost more than it should
+    python benchmarks/faults.py --faults 50 --json results/faults-cpu.json    # fails where a fault cost more than it should
 
 Each fault is either survived, with the bits of undisturbed runs at the end, or answered by a clear error that loses nothing.
-tests/test_ranks_lost.py kills ranks of torchrun, benchmarks/two_nodes.py nodes of Ray.
+Killed (kill -9) are ranks of torchrun, writers amid a file, workers and drivers of sweeps, here and, where Ray is installed, on a
+Ray cluster; kills of a local sweep make up the number. benchmarks/two_nodes.py kills a node.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -18,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nestling.errors import NestlingError
-from nestling.files import CHECKPOINT, RECIPE
+from nestling.files import CHECKPOINT, RECIPE, RESULTS, WEIGHTS
 from nestling.recipes import named
 from nestling.recipes.recipe import override
 from nestling.runs.folder import RunDir
@@ -33,25 +38,42 @@ from nestling.train import train
 SETTINGS = ("train.epochs=8", "train.batch=64", "data.limit=256", "train.diagnostics=false", "train.evaluate_every=8")
 GRID = ("strategy.name=sgd,osgd", "train.seed=0,1")
 RUNS = grid_runs(override(named("digits-width"), SETTINGS), GRID)
+ONE = next(run for run in RUNS if run[1].strategy.name == "osgd")  # what suffers alone
+NESTLING = [sys.executable, "-m", "nestling"]
+Process = subprocess.Popen[bytes]
 
 
-def driver(out: Path) -> "subprocess.Popen[bytes]":
-    options = [*(f"--grid={each}" for each in GRID), *(f"--set={each}" for each in SETTINGS)]
-    command = [sys.executable, "-m", "nestling", "sweep", "digits-width", *options, "--out", str(out)]
-    return subprocess.Popen([*command, "--beside", "2", "--quiet"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def begun(command: list[str], **environment: str) -> Process:
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=told)
 
 
-def workers(out: Path) -> list[tuple[Path, int]]:
-    """Runs in progress with a checkpoint, and the processes that train them."""
-    found = []
-    for lock in out.glob("*/.lock"):
-        try:
-            holder = re.match(r"process (\d+)", lock.read_text())
-        except FileNotFoundError:
-            continue
-        if holder and (lock.parent / CHECKPOINT).exists():
-            found.append((lock.parent, int(holder[1])))
-    return found
+def training(run: Path) -> list[str]:
+    """What goes on with a run, or begins it."""
+    if (run / RECIPE).exists():
+        return ["train", "--resume", str(run), "--quiet"]
+    first = [f"--set={each}" for each in (*SETTINGS, f"strategy.name={ONE[1].strategy.name}")]
+    return ["train", "digits-width", *first, "--out", str(run), "--quiet"]
+
+
+def resume(run: Path) -> Process:
+    return begun([*NESTLING, *training(run)])
+
+
+def half_trained(path: Path) -> Path:
+    """A run with a checkpoint, and most of its epochs to go."""
+    train(ONE[1], str(path), quiet=True, seconds=0)
+    return path
+
+
+def ended(work: Process) -> None:
+    _, err = work.communicate(timeout=900)
+    assert work.returncode == 0, (work.returncode, err.decode()[-2000:])
+
+
+def answered(work: Process, text: str) -> None:
+    _, err = work.communicate(timeout=900)
+    assert work.returncode == 1 and text in err.decode(), (work.returncode, err.decode()[-500:])
 
 
 def kill(process: int) -> None:
@@ -61,117 +83,265 @@ def kill(process: int) -> None:
         return
 
 
-def kills(out: Path, many: int, chance: random.Random, counted: Counter[str]) -> None:
+def children(process: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def sweep(out: Path, *more: str, **environment: str) -> Process:
+    options = [*(f"--grid={each}" for each in GRID), *(f"--set={each}" for each in SETTINGS)]
+    return begun([*NESTLING, "sweep", "digits-width", *options, "--out", str(out), *more, "--quiet"], **environment)
+
+
+def local_workers(out: Path) -> list[tuple[Path, int]]:
+    """Runs in progress, and the processes that train them."""
+    found = []
+    for lock in out.glob("*/.lock"):
+        try:
+            holder = re.match(r"process (\d+)", lock.read_text())
+        except FileNotFoundError:
+            continue
+        if holder:
+            found.append((lock.parent, int(holder[1])))
+    return found
+
+
+def kills(
+    out: Path,
+    begin: Callable[[], Process],
+    workers: Callable[[Path], list[tuple[Path, int]]],
+    many: int,
+    chance: random.Random,
+    counted: Counter[str],
+    where: str = "",
+) -> None:
     """Kill workers, and now and then the driver, until so many were; then let the sweep end."""
-    process, last = driver(out), {path.name: 0 for path in out.glob("*")}
+    process, last, done = begin(), dict.fromkeys((name for name, _ in RUNS), 0), 0
     while True:
         if process.poll() is not None:
-            if all(RunDir(out / name).has("results.json") for name, _ in RUNS):
+            if all(RunDir(out / name).has(RESULTS) for name, _ in RUNS):
                 return
-            process = driver(out)  # it was killed, or gave a run up that was killed too often
+            process = begin()  # it was killed, or gave a run up that was killed too often
         time.sleep(chance.uniform(0.05, 0.3))
-        for path, worker in workers(out) if sum(counted.values()) < many else ():
+        for path, worker in workers(out) if done < many else ():
+            if not (path / CHECKPOINT).exists() or done == many:
+                continue
             epochs = len(RunDir(path).read_log())
-            if epochs > last.get(path.name, 0):  # else a run might never get on
+            if epochs > last[path.name]:  # else a run might never get on
                 last[path.name] = epochs + chance.randrange(2)
                 victim = process.pid if chance.random() < 0.2 else worker
                 kill(victim)
-                counted["driver killed" if victim == process.pid else "worker killed"] += 1
+                done += 1
+                counted[f"{where}driver killed" if victim == process.pid else f"{where}worker killed"] += 1
                 if victim == process.pid:
                     process.wait()
                     break
 
 
-def answered(work: "subprocess.Popen[bytes]", text: str) -> None:
-    _, err = work.communicate(timeout=300)
-    assert work.returncode == 1 and text in err.decode(), (work.returncode, err.decode()[-500:])
+def ray_kills(out: Path, many: int, chance: random.Random, counted: Counter[str]) -> None:
+    """The same on a Ray cluster of one node, whose raylet has the workers."""
+    os.environ["RAY_TMPDIR"] = str(out.parent)  # the addresses of other clusters are not ours
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    raylets = [int(each.process.pid) for each in cluster.head_node.all_processes["raylet"]]
+
+    def workers(out: Path) -> list[tuple[Path, int]]:
+        found = []
+        for pid in (child for raylet in raylets for child in children(raylet)):
+            try:
+                title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            except FileNotFoundError:
+                continue
+            found += [(out / name, pid) for name, _ in RUNS if title == f"ray::{name}"]
+        return found
+
+    def begin() -> Process:
+        return sweep(out, "--on", "ray", RAY_ADDRESS=cluster.address)
+
+    try:
+        kills(out, begin, workers, many, chance, counted, "Ray ")
+    finally:
+        cluster.shutdown()
 
 
-def resume(run: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "nestling", "train", "--resume", str(run), "--quiet"]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+# --- one training -----------------------------------------------------------------------------------------------------
 
 
-def half_trained(path: Path) -> Path:
-    """A run with a checkpoint, and most of its epochs to go."""
-    train(RUNS[0][1], str(path), quiet=True, seconds=0)
-    return path
+def ranks(run: Path, many: int, chance: random.Random, counted: Counter[str]) -> None:
+    """Two ranks of torchrun, of which now one and now the other is killed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = begun([*torchrun, f"--max-restarts={many}", *NESTLING[1:], *training(run)])
+    epochs = done = 0
+    while process.poll() is None and done < many:
+        time.sleep(0.1)
+        now = len(RunDir(run).read_log()) if (run / CHECKPOINT).exists() else 0
+        there = children(process.pid)
+        if now > epochs and len(there) == 2:
+            kill(chance.choice(there))
+            epochs, done = now, done + 1
+            counted["rank killed"] += 1
+    ended(process)
 
 
-def damaged(folder: Path, counted: Counter[str]) -> None:
+# Kills its own process while it writes a file: half of it there, all of it there, or just put in its place.
+WRITER = """
+import os, signal, sys
+name, when, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+fsync, replace = os.fsync, os.replace
+def reached(now):
+    global left
+    left -= now == when
+    return now == when and left == 0
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def synced(file):
+    if os.readlink(f"/proc/self/fd/{file}").endswith(f"/.{name}.tmp"):
+        if reached("half"):
+            os.ftruncate(file, os.fstat(file).st_size // 2)
+            die()
+        if reached("whole"):
+            die()
+    fsync(file)
+def replaced(one, other):
+    replace(one, other)
+    if os.path.basename(other) == name and reached("moved"):
+        die()
+os.fsync, os.replace, sys.argv[1:] = synced, replaced, sys.argv[4:]
+from nestling.__main__ import entry
+entry()
+"""
+WRITES = [
+    (RECIPE, "half", 1),
+    (CHECKPOINT, "half", 2),
+    (CHECKPOINT, "whole", 2),
+    (CHECKPOINT, "moved", 2),
+    (CHECKPOINT, "half", 2),
+    (WEIGHTS, "half", 1),
+    (RESULTS, "whole", 1),
+    (RESULTS, "moved", 1),
+]
+
+
+def writers(run: Path, counted: Counter[str]) -> None:
+    for name, when, which in WRITES:
+        work = begun([sys.executable, "-c", WRITER, name, when, str(which), *training(run)])
+        _, err = work.communicate(timeout=900)
+        assert work.returncode == -signal.SIGKILL, (name, when, work.returncode, err.decode()[-500:])
+        counted["writer killed"] += 1
+    assert (run / RESULTS).exists()
+
+
+def damaged(run: Path, counted: Counter[str]) -> None:
     """A byte flipped, a half cut off, nothing left: refused by name, and a copy put back goes on."""
-    run = half_trained(folder / "damaged")
-    kept = (run / CHECKPOINT).read_bytes()
+    kept = (half_trained(run) / CHECKPOINT).read_bytes()
     middle = len(kept) // 2
     for spoilt in (kept[:middle] + bytes([kept[middle] ^ 1]) + kept[middle + 1 :], kept[:middle], b""):
         (run / CHECKPOINT).write_bytes(spoilt)
-        answered(resume(run), "checkpoint.safetensors is")
+        answered(resume(run), f"{CHECKPOINT} is")
         counted["checkpoint damaged"] += 1
     (run / CHECKPOINT).write_bytes(kept)
+    ended(resume(run))
 
 
-def two_at_once(folder: Path, counted: Counter[str]) -> None:
-    run = RunDir(half_trained(folder / "held"))
+def two_at_once(path: Path, counted: Counter[str]) -> None:
+    run = RunDir(half_trained(path))
     run.hold()
     answered(resume(run.path), "is being trained by process")
     counted["two processes on one folder"] += 1
     run.release()
+    ended(resume(run.path))
 
 
-def disk(folder: Path, counted: Counter[str]) -> None:
+def disk(run: Path, counted: Counter[str]) -> bool:
     """A full disk, and one that can only be read; needs the right to mount. Afterwards the run goes on."""
-    small = folder / "disk"
+    small = run.parent / "disk"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True).returncode:
-        return
+        return False
     try:
-        run = half_trained(small / "run")
+        here = half_trained(small / "run")
         with open(small / "filler", "wb", buffering=0) as filler:
             try:
                 while True:
                     filler.write(bytes(4096))
             except OSError:
                 pass
-        answered(resume(run), "the disk is full")
+        answered(resume(here), "the disk is full")
         counted["disk full"] += 1
         (small / "filler").unlink()
         subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-        answered(resume(run), "Read-only file system")
+        answered(resume(here), "Read-only file system")
         counted["folder read-only"] += 1
         subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
-        assert resume(run).wait(300) == 0
-        shutil.copytree(run, folder / "after-disk")
+        ended(resume(here))
+        shutil.copytree(here, run)
     finally:
         subprocess.run(["umount", str(small)], check=True)
+    return True
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
 def same(one: Path, other: Path) -> bool:
-    (ours, _), (theirs, _) = (RunDir(path).load_tensors("weights.safetensors") for path in (one, other))
-    return all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    (ours, _), (theirs, _) = (RunDir(path).load_tensors(WEIGHTS) for path in (one, other))
+    equal = all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    return equal and RunDir(one).read_json(RESULTS) == RunDir(other).read_json(RESULTS)
+
+
+def suffer(folder: Path, faults: int, chance: random.Random, counted: Counter[str]) -> dict[str, Path]:
+    """All kinds of faults; the runs that suffered them, each with the undisturbed one that it should equal."""
+    undisturbed = folder / "undisturbed"
+    for name, recipe in RUNS:
+        train(recipe, str(undisturbed / name), quiet=True)
+    pairs = dict.fromkeys(("damaged", "held", "written"), undisturbed / ONE[0])
+    damaged(folder / "damaged", counted)
+    two_at_once(folder / "held", counted)
+    writers(folder / "written", counted)
+    if disk(folder / "disks", counted):
+        pairs["disks"] = undisturbed / ONE[0]
+    ranks(folder / "ranks", 6, chance, counted)
+    ranks(folder / "undisturbed-ranks", 0, chance, counted)
+    pairs["ranks"] = folder / "undisturbed-ranks"
+    if importlib.util.find_spec("ray") is not None:
+        ray_kills(folder / "on-ray", 10, chance, counted)
+        pairs |= {f"on-ray/{name}": undisturbed / name for name, _ in RUNS}
+    out = folder / "sweep"
+    kills(out, lambda: sweep(out, "--beside", "2"), local_workers, faults - counted.total(), chance, counted)
+    return pairs | {f"sweep/{name}": undisturbed / name for name, _ in RUNS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=12)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     folder, counted, began = Path(tempfile.mkdtemp(prefix="faults-")), Counter[str](), time.monotonic()
-    damaged(folder, counted)
-    two_at_once(folder, counted)
-    disk(folder, counted)
-    kills(folder / "sweep", given.faults, random.Random(given.seed), counted)
-    for name in ("damaged", "held"):
-        assert resume(folder / name).wait(300) == 0
-    pairs = [("damaged", RUNS[0]), ("held", RUNS[0]), *((f"sweep/{run[0]}", run) for run in RUNS)]
-    if (folder / "after-disk" / RECIPE).exists():
-        pairs.append(("after-disk", RUNS[0]))
-    for name, recipe in RUNS:
-        train(recipe, str(folder / "undisturbed" / name), quiet=True)
-    equal = {name: same(folder / name, folder / "undisturbed" / run[0]) for name, run in pairs}
-    seconds = round(time.monotonic() - began)
-    print(json.dumps({"faults": sum(counted.values()), **counted, "bitwise": equal, "seconds": seconds}))
+    pairs = suffer(folder, given.faults, random.Random(given.seed), counted)
+    equal = {name: same(folder / name, other) for name, other in pairs.items()}
+    found: dict[str, Any] = {
+        "command": f"python {' '.join(sys.argv)}",
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "faults": counted.total(),
+        "kinds": dict(counted),
+        "bitwise as undisturbed": equal,
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(found))
+    if given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
     if not all(equal.values()):
         raise NestlingError(f"a run ended otherwise than undisturbed: {equal}; its folder is in {folder}")
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

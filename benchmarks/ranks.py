@@ -1,46 +1,173 @@
-"""Bytes and seconds per step of 1, 2 and 4 ranks on this machine, for docs/scale.md.
+"""One training on 1, 2 and 4 ranks of this machine: whether they end equal, and what a step sends and takes; for docs/scale.md.
 
-    python benchmarks/ranks.py    # a table, then a line of JSON
+    python benchmarks/ranks.py equal --json results/ranks-cpu.json    # 21 steps, every method, float32 and float64
+    python benchmarks/ranks.py speed --json results/ranks-cpu.json    # bytes and milliseconds of a step
 
-One process per rank, one thread each, gloo; a width nest on the digits, global batch 128. Bytes are those handed to all_reduce
-by one rank in a step, which a ring then sends 2 (N - 1) / N times. More ranks than cores only show what is sent.
+One process per rank, one thread each, gloo. Bytes are those a rank hands to all_reduce in a step; a ring sends 2 (N - 1) / N of
+them. `equal` holds ranks with synchronised norms against one process with the whole batch; in float32, as a control, also one
+process against itself with the images of every batch in reverse: sums in another order, and nothing else, differ there too.
 """
 
+import argparse
+import hashlib
+import inspect
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from nestling.gradients import Accumulator
+from nestling.gradients.combiners import RIVALS
+from nestling.nets.synced import averaged
 from nestling.recipes import named
 from nestling.recipes.recipe import override
+from nestling.recipes.strategies import STRATEGIES
 from nestling.runs.folder import RunDir
 from nestling.train import Training
+from nestling.train.loop import epoch_generator
+from nestling.train.losses import stage_losses
 from nestling.train.run import join_ranks
+from nestling.train.schedule import epoch_rates
+from nestling.train.step import Step
+from nestling.train.stepping import set_rate, share
 
-STRATEGIES = ("sgd", "osgd", "normsgd")
-SETTINGS = ("train.batch=128", "train.epochs=3", "data.limit=1408", "train.diagnostics=false")
+NETWORKS, TYPES, RANKS = ("digits-width", "digits-depth"), ("float32", "float64"), (1, 2, 4)
+SMALL = ("train.batch=32", "data.limit=224", "train.sync_norms=true", "train.device=cpu", "train.diagnostics=false")
+MEASURED = ("train.batch=128", "train.epochs=3", "data.limit=1408", "train.device=cpu", "train.diagnostics=false")
+SPEEDS = [
+    (strategy, synced) for strategy in ("sgd", "osgd", "normsgd") for synced in (False, True) if strategy != "normsgd"
+]
 
 
-def measure(strategy: str) -> dict[str, float]:
+# --- equal -----------------------------------------------------------------------------------------------------------
+
+
+class InFloat64(Training):
+    """The same training with every number twice as wide: what is left of a difference is no rounding of float32."""
+
+    def make_step(self, compiled: bool) -> Step:
+        self.net.double()
+        step = super().make_step(compiled)
+        for net in (self.net, *(step.tasks.nets if step.tasks else ())):
+            net.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+        return step
+
+
+def give(training: Training, method: str) -> None:
+    """Let a method of others combine this training's gradients."""
+    kind: Any = RIVALS[method]
+    tasks = {"tasks": len(training.net.plan.heads)} if "tasks" in inspect.signature(kind).parameters else {}
+    step, combine = training.step, kind(**tasks)
+    step.combine, step.rows, step.tasks = combine, Accumulator(training.net, combine, check=False), None
+    learnt = list(getattr(combine, "parameters", list)()) if method != "famo" else []  # which steps its own
+    if learnt:
+        training.optimizer.add_param_group({"params": learnt, "weight_decay": 0.0})
+
+
+def trained(network: str, method: str, dtype: str, reverse: bool = False) -> dict[str, Tensor]:
+    """Weights and statistics after 21 steps: three epochs, of greedy training one for each of three stages."""
+    settings = [
+        f"strategy.name={method if method in STRATEGIES else 'sgd'}",
+        f"train.epochs={3 - 2 * (method == 'greedy')}",
+    ]
+    recipe = override(named(network), [*SMALL, *settings])
+    with tempfile.TemporaryDirectory() as folder:
+        training = (InFloat64 if dtype == "float64" else Training)(recipe, RunDir(folder))
+    step, train = training.step, recipe.train
+    if method in RIVALS:
+        give(training, method)
+    for epoch in range(training.total):
+        step.begin(epoch)
+        batches = training.data.train.batches(train.batch, epoch_generator(train.seed, epoch), drop_last=True)
+        for (x, y), rate in zip(batches, epoch_rates(train, epoch % train.epochs, 7), strict=True):
+            set_rate(step.optimizer, rate)
+            mine = share(x.flip(0), y.flip(0)) if reverse else share(x, y)
+            step(*mine)
+            if method == "famo":
+                with torch.no_grad():
+                    step.combine.update(averaged(torch.stack(stage_losses(step.forward(mine[0]), mine[1], train))))  # type: ignore[union-attr]
+        training.share_statistics()
+    return {name: tensor.contiguous() for name, tensor in training.net.state_dict().items()}
+
+
+def same_on_all_ranks(tensors: dict[str, Tensor]) -> bool:
+    bits = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, bits)
+    return len(set(every)) == 1
+
+
+def equal_rank(folder: str, cases: list[str]) -> None:
+    """What one rank does: trains every case; the first writes what all end with."""
+    for case in cases:
+        network, method, dtype = case.split(":")
+        for reverse in (False, True) if dist.get_world_size() == 1 and dtype == "float32" else (False,):
+            ended = trained(network, method, dtype, reverse)
+            alike = same_on_all_ranks(ended)
+            if dist.get_rank() == 0:
+                save_file(ended, f"{folder}/{case}{':reverse' * reverse}", {"ranks bitwise equal": str(alike)})
+
+
+def difference(one: Path, other: Path, statistic: bool) -> float:
+    ours, theirs = load_file(one), load_file(other)
+    found = [name for name in ours if ("running" in name) == statistic and ours[name].is_floating_point()]
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in found)
+
+
+def equal(networks: list[str], methods: list[str], types: list[str], ranks: list[int]) -> list[dict[str, Any]]:
+    """The largest difference to one process, of weights and of norms' statistics, in every case."""
+    cases, rows = [":".join(case) for case in product(networks, methods, types)], []
+    with tempfile.TemporaryDirectory() as folder:
+        for many in (1, *ranks):
+            Path(folder, str(many)).mkdir()
+            launch(many, "equal-rank", f"{folder}/{many}", *cases)
+        for case, many in product(cases, (1, *ranks)):
+            alone, other = Path(folder, "1", case), Path(folder, str(many), case if many > 1 else f"{case}:reverse")
+            network, method, dtype = case.split(":")
+            if many == 1 and dtype != "float32":
+                continue
+            row: dict[str, Any] = {"network": network, "method": method, "dtype": dtype, "ranks": many}
+            row |= {name: difference(alone, other, name == "statistics") for name in ("weights", "statistics")}
+            row["ranks bitwise equal"] = "True" in told(other)
+            rows.append(row | ({"control": "images in reverse"} if many == 1 else {}))
+    return rows
+
+
+def told(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return str(file.metadata())
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def measure(strategy: str, synced: bool) -> dict[str, Any]:
     """Medians over the steps of three epochs, but the first of each."""
     sent = [0]
     plain = dist.all_reduce
 
-    def counted(tensor: torch.Tensor, *more: object, **named: object) -> object:
+    def counted(tensor: Tensor, *more: object, **named: object) -> object:
         sent[0] += tensor.numel() * tensor.element_size()
         return plain(tensor, *more, **named)  # type: ignore[arg-type]
 
     dist.all_reduce = counted
-    training = Training(
-        override(named("digits-width"), [*SETTINGS, f"strategy.name={strategy}"]), RunDir(tempfile.mkdtemp())
-    )
+    settings = [f"strategy.name={strategy}", f"train.sync_norms={synced}"]
+    training = Training(override(named("digits-width"), [*MEASURED, *settings]), RunDir(tempfile.mkdtemp()))
     seconds, bytes_sent, last = [], [], time.perf_counter()
     for _, index in training.epochs():
         now = time.perf_counter()
@@ -49,42 +176,76 @@ def measure(strategy: str) -> dict[str, float]:
             bytes_sent.append(sent[0])
         sent[0], last = 0, now
     dist.all_reduce = plain
-    parameters = sum(p.numel() for p in training.net.parameters())
-    tasks = len(training.net.plan.heads)
     return {
-        "P": parameters,
-        "tasks": tasks,
+        "strategy": strategy,
+        "sync_norms": synced,
+        "P": sum(p.numel() for p in training.net.parameters()),
+        "tasks": len(training.net.plan.heads),
         "bytes": statistics.median(bytes_sent),
         "ms": 1e3 * statistics.median(seconds),
     }
 
 
-def rank() -> None:
+def speed_rank(path: str) -> None:
+    found = [measure(*case) for case in SPEEDS]
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+def speed(ranks: list[int]) -> Iterator[dict[str, Any]]:
+    for many in (1, *ranks):
+        with tempfile.TemporaryDirectory() as folder:
+            launch(many, "speed-rank", f"{folder}/found.json")
+            yield from ({"ranks": many, **row} for row in json.loads(Path(folder, "found.json").read_text()))
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def launch(ranks: int, *words: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    ran = subprocess.run(
+        [*torchrun, __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    if ran.returncode:
+        sys.exit(f"{ranks} ranks of {words[0]} ended with {ran.returncode}: {ran.stderr[-3000:]}")
+
+
+def as_rank(words: list[str]) -> None:
     torch.set_num_threads(1)
     join_ranks()
-    found = {strategy: measure(strategy) for strategy in STRATEGIES}
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    what, place, *cases = words
+    equal_rank(place, cases) if what == "equal-rank" else speed_rank(place)
     dist.barrier()
-    os._exit(0)
+    os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.__main__
+
+
+def show(row: dict[str, Any]) -> str:
+    return "  ".join(f"{value:.2g}" if isinstance(value, float) else str(value) for value in row.values())
 
 
 def main() -> None:
-    rows = {}
-    for ranks in (1, 2, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            command = [*torchrun, __file__, f"{folder}/found.json"]
-            subprocess.run(command, check=True, env=environment, capture_output=True)
-            rows[ranks] = json.loads(Path(folder, "found.json").read_text())
-    print(f"{'ranks':>5} {'strategy':>10} {'P':>8} {'tasks':>5} {'bytes / step':>12} {'ms / step':>10}")
-    for ranks, by_strategy in rows.items():
-        for strategy, found in by_strategy.items():
-            numbers = f"{found['P']:>8} {found['tasks']:>5} {found['bytes']:>12.0f} {found['ms']:>10.2f}"
-            print(f"{ranks:>5} {strategy:>10} {numbers}")
-    print(json.dumps(rows))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["equal", "speed"])
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--methods", nargs="+", default=[*STRATEGIES, *RIVALS])
+    parser.add_argument("--types", nargs="+", default=list(TYPES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS[1:]))
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, beside those of the other question")
+    given = parser.parse_args()
+    rows = (
+        equal(given.networks, given.methods, given.types, given.ranks)
+        if given.what == "equal"
+        else list(speed(given.ranks))
+    )
+    print("  ".join(rows[0]), *map(show, rows), sep="\n")
+    if given.json:
+        path = Path(given.json)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        command = f"python {' '.join(sys.argv)}"
+        kept[given.what] = {"command": command, "torch": torch.__version__, "machine": platform.machine(), "rows": rows}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    rank() if "RANK" in os.environ else main()
+    as_rank(sys.argv[1:]) if "RANK" in os.environ else main()

@@ -19,7 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward, owners_of
-from nestling.gradients.combiners import COMBINERS
+from nestling.gradients.combiners import COMBINERS, RIVALS
+from nestling.nets.synced import averaged
 
 
 class Nest(nn.Module):
@@ -53,6 +54,12 @@ WRAPS: dict[str, dict[str, Any]] = {
 }
 
 
+def made(method: str) -> Any:
+    """A combiner of three tasks."""
+    kind: Any = {**COMBINERS, **RIVALS}[method]
+    return kind(3) if getattr(kind, "watches", False) else kind()
+
+
 def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
     """Six steps on this rank's share of 16 examples. Equal for one rank and for two, but for rounding."""
     method, *options = case.split("+")
@@ -60,12 +67,13 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
     option = next((option for option in options if option not in WRAPS), "")
     net = Nest()
     wrapped = net if wrap is None or ranks == 1 else nn.parallel.DistributedDataParallel(net, **wrap)
-    combine = COMBINERS[method]()
+    combine = made(method)
     if option == "tensor":
         combine.scope = "tensor"
     torch.manual_seed(100 + rank)  # what chance decides must not differ between ranks
     rows = Accumulator(wrapped, combine, refresh=3 if option == "refresh" else 1, diagnose=option == "rows")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    learnt = list(getattr(combine, "parameters", list)()) if method != "famo" else []  # which steps its own
+    optimizer = torch.optim.SGD([*net.parameters(), *learnt], lr=0.3, momentum=0.9)
     g = torch.Generator().manual_seed(1)
     for step in range(6):
         if option == "freeze":
@@ -90,6 +98,9 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
         else:
             rows.backward(wrapped(*mine))
         optimizer.step()
+        combine.set_epoch((step + 1) // 2)
+        if method == "famo":
+            combine.update(averaged(torch.stack(net.losses(*mine)).detach()))
     return {name: p.detach() for name, p in net.named_parameters()}
 
 

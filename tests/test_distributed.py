@@ -10,6 +10,8 @@ import torch
 from distributed_ranks import REFUSALS, train
 from safetensors.torch import load_file
 
+from nestling.gradients.combiners import RIVALS
+
 HERE = Path(__file__).parent
 CASES = [
     "sgd",
@@ -27,6 +29,8 @@ CASES = [
     "osgd+uneven",
     "osgd-norm",
     "pcgrad",
+    "damped",
+    *RIVALS,
     *(f"{method}+{wrap}" for method in ("osgd", "normsgd", "sgd") for wrap in ("ddp", "unused", "static", "view")),
     *(
         f"osgd+{wrap}+{option}"

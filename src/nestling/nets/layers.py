@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import NestlingError
@@ -21,6 +20,7 @@ from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.scale import Scale
 from nestling.nets.ops.tokens import Tokens
 from nestling.nets.ops.weighted_op import WeightedOp
+from nestling.nets.synced import batch_norm
 
 Index = slice | Tensor
 
@@ -134,6 +134,7 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
     def __init__(self, births: Births, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         super().__init__(len(births), eps, momentum, affine)
         self.births = births
+        self.synced = False  # whether ranks normalise by the statistics of all their batches
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in (2, 3, 4):
@@ -147,7 +148,7 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
         kept = self.training and not self.track_running_stats  # batch statistics, and nothing is remembered of them
         mean, var = (None, None) if kept else (self.running_mean, self.running_var)
         assert self.momentum is not None
-        return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return batch_norm(input, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps, self.synced)
 
     def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
         """Normalise the channels of one stage; when training, update their running statistics and no others."""
@@ -155,7 +156,7 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
         assert mean is not None and var is not None and self.momentum is not None
         mean, var = mean[cut.rows], var[cut.rows]
         weight, bias = affine_rows(self, cut)
-        y = F.batch_norm(x, mean, var, weight, bias, training, self.momentum, self.eps)
+        y = batch_norm(x, mean, var, weight, bias, training, self.momentum, self.eps, self.synced)
         if training and not isinstance(cut.rows, slice):  # an index made copies: put them back
             self.running_mean[cut.rows] = mean  # type: ignore[index]
             self.running_var[cut.rows] = var  # type: ignore[index]

@@ -108,6 +108,7 @@ class TrainRecipe(RecipeSection):
     nesterov: bool = True
     weight_decay: Amount = 5e-4
     decay_norms: bool = True  # false: weight decay spares the scales and shifts of norms, and biases
+    sync_norms: bool = False  # several ranks: batch norms see the whole batch, not only their rank's share
     schedule: Literal["step", "cosine"] = "step"
     milestones: tuple[Positive, ...] = (60, 120, 160)  # step only: epochs at which lr is multiplied by gamma
     gamma: AboveZero = 0.2
@@ -225,6 +226,7 @@ def from_dict(found: Any) -> Recipe:
 # Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
     "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "error", "early", "keep", "cutmix",
+    "sync_norms",
 }  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

@@ -20,6 +20,7 @@ from nestling.errors import NestlingError, say_once
 from nestling.files import CHECKPOINT, DiskFull
 from nestling.gradients.reduce import group_of
 from nestling.nets import Plan, build
+from nestling.nets.synced import averaged, synchronise
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
@@ -74,6 +75,8 @@ class Training:
                 adopt(net, recipe)
             memory = torch.channels_last if recipe.train.channels_last else torch.contiguous_format
             self.net = net.to(self.device, memory_format=memory)  # type: ignore[call-overload]
+            if recipe.train.sync_norms and group_of(True) is not None:
+                synchronise(self.net)
             if not self.net.training:  # else what its owner has put into evaluation stays there
                 self.net.train()
             self.goal = goal_of(self.data.test, recipe.train)
@@ -267,12 +270,9 @@ class Training:
 
     def share_statistics(self) -> None:
         """Ranks see different images: average the running statistics, so that all ranks end equal."""
-        group = group_of(True)
-        if group is not None:
-            for buffer in self.net.buffers():
-                if buffer.is_floating_point():
-                    dist.all_reduce(buffer, group=group)
-                    buffer /= group.size()
+        for buffer in self.net.buffers():
+            if buffer.is_floating_point() and group_of(True) is not None:
+                buffer.copy_(averaged(buffer))
 
     def refuse_nan(self, losses: Tensor, epoch: int) -> None:
         bad = torch.nonzero(~torch.isfinite(losses))
@@ -297,15 +297,6 @@ class Training:
 def main_rank() -> bool:
     """Whether this process writes the run folder: the only one, or the first of several."""
     return group_of(True) is None or dist.get_rank() == 0
-
-
-def averaged(losses: Tensor) -> Tensor:
-    group = group_of(True)
-    if group is not None:
-        losses = losses.clone()
-        dist.all_reduce(losses, group=group)
-        losses /= group.size()
-    return losses
 
 
 def named_classes(data: DataSet, plan: Plan, goal: str) -> DataSet:

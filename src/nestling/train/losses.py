@@ -1,5 +1,6 @@
 """The loss of every stage. In: outputs and targets. Out: scalars on the graph. Knows neither networks nor steps."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,11 +15,16 @@ def stage_loss(
     """What one stage's output is to learn; with `distill`, also from a teacher's answer. `shares`: the targets are numbers, but
     each is the share of a class (CutMix)."""
     numbers = y.is_floating_point() and not shares
-    loss = task_loss(train, numbers)(logits.float(), y)
+    loss = task_loss(train, numbers)(wide(logits), y)
     if teacher is None or not train.distill:
         return loss
-    soft = imitation(logits.float(), teacher.detach().float(), numbers, train)
+    soft = imitation(wide(logits), wide(teacher.detach()), numbers, train)
     return (1 - train.distill) * loss + train.distill * soft
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In float32 at least: losses are not for half precision."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def imitation(found: Tensor, teacher: Tensor, numbers: bool, train: TrainRecipe) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan
+from nestling.nets.synced import synchronise
 from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 from nestling.runs.open import load
@@ -30,6 +31,8 @@ class Teacher:
         memory = torch.channels_last if train.channels_last else torch.contiguous_format
         net = net.to(next(pupil.parameters())).to(memory_format=memory)  # type: ignore[call-overload]
         net.train().requires_grad_(False)
+        if train.sync_norms:
+            synchronise(net)
         for module in net.modules():
             if hasattr(module, "track_running_stats"):
                 module.track_running_stats = False

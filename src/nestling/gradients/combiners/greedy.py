@@ -19,6 +19,7 @@ from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
 from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.sgd import SumSGD
+from nestling.nets.synced import batch_norm
 
 
 def stage_of(epoch: int, epochs: int, stages: int) -> tuple[int, int]:
@@ -140,7 +141,8 @@ def _half_frozen(module: _BatchNorm, trains: Tensor | None, x: Tensor, *rest: An
     frozen = F.batch_norm(x, old_mean, old_var, module.weight, module.bias, False, 0.0, module.eps)
     new_mean, new_var = mean.clone(), var.clone()
     momentum = 0.1 if module.momentum is None else module.momentum
-    live = F.batch_norm(x, new_mean, new_var, module.weight, module.bias, True, momentum, module.eps)
+    synced = getattr(module, "synced", False)
+    live = batch_norm(x, new_mean, new_var, module.weight, module.bias, True, momentum, module.eps, synced)
     mean.copy_(torch.where(trains, new_mean, old_mean))
     var.copy_(torch.where(trains, new_var, old_var))
     return torch.where(trains.view(-1, *[1] * (x.dim() - 2)), live, frozen)
