@@ -1,37 +1,35 @@
 """The server under open-loop load: Poisson arrivals, latency from the time at which a request was meant to be sent.
 
-    python benchmarks/serve.py --seconds 8 --json results/serve-cpu.json
+    python benchmarks/serve.py --ray /tmp/ray/bin/python --json results/serve-cpu.json        (17 minutes)
     python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png
 
 Rates are 0.5, 1, 2 and 4 times what the full network alone answers at most behind the same server; deadline 20 ms.
-nest: width-resnet42-cifar10. full: the independent network of its last stage's size. chooser: three independent networks, of
-which each request gets the largest that is expected in time, by the work that waits. Right: by labels for the nest, for the
-others 1 - error of the network that answered. Each server is a process of its own; the clients' process shares the machine.
+Contenders are `CONTENDERS`. Right: by labels for the nest, for the others 1 - error of the network that answered. Each server
+is a process of its own; the clients' process shares the machine, and how late it sends is counted against the server, and told.
 """
 
 import argparse
 import asyncio
+import gc
 import json
-import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
+from load import Clients, Sent, cpu_seconds
 
+from nestling.commands.serve import SWITCHING
 from nestling.nets import build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runs.open import stored_sample
 from nestling.runs.provenance import provenance
-from nestling.runtime import prompt
 from nestling.runtime.runtime import Runtime
+from nestling.serve import timers
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
 from nestling.serve.model import Model
@@ -43,7 +41,17 @@ from nestling.serve.way import Way
 NAME = "width-resnet42-cifar10"
 ALONE = (0.0899, 0.0625, 0.0499)  # test errors of independent nets, results/cifar10-h200.csv: strategy alone, seed 0
 LOADS = (0.5, 1.0, 2.0, 4.0)
-CONTENDERS = ("nest", "full", "chooser")
+CONTENDERS = {  # which are measured unless others are asked for, and what they are
+    "nest": (True, NAME),
+    "apart": (False, "the nest, its stages in a process of their own"),
+    "chooser": (
+        True,
+        "three independent nets; each request gets the largest that is expected in time, by the work that waits",
+    ),
+    "full": (True, "the independent net of the last stage's size"),
+    "ray": (True, "that net in Ray Serve; left out where --ray has none"),
+}
+SHED = (408, 429, 503, 504)  # a server's ways to say that there is no answer by the deadline
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -80,114 +88,60 @@ def independent(stage: int) -> Runtime:
     )
 
 
+def made(contender: str, deadline: float) -> Server:
+    if contender == "chooser":
+        return ChoosingServer(deadline)
+    server = Server(named={"net": independent(3) if contender == "full" else NAME}, device="cpu")
+    if contender == "apart":
+        from apart import EngineApart
+
+        server.model().stages.engine = EngineApart(NAME)
+    return server
+
+
 def serve(contender: str, deadline: float) -> None:
-    server = Server(named={"net": NAME}, device="cpu") if contender == "nest" else None
-    if server is None:
-        server = ChoosingServer(deadline) if contender == "chooser" else Server(named={"net": independent(3)})
-    sys.setswitchinterval(0.0005)
+    """As `nestling serve` does."""
+    server = made(contender, deadline)
+    sys.setswitchinterval(SWITCHING)
     service = Service(server)
     if isinstance(server, ChoosingServer):
         server.way = service.way
     sockets = Sockets(service, application(service), Place(http=0))
+    gc.collect()
+    gc.freeze()
 
     async def live() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sockets.end)
         await sockets.run(lambda started: print(started.ports["http"], flush=True))
 
-    asyncio.run(live())
+    timers.run(live())
     server.close()
 
 
 class Served:
     """A server in a process of its own."""
 
-    def __init__(self, contender: str, deadline: float) -> None:
+    def __init__(self, contender: str, deadline: float, ray: str = "") -> None:
         command = [sys.executable, __file__, "--serve", contender, "--deadline", str(deadline)]
+        if contender == "ray":
+            command = [ray, str(Path(__file__).with_name("serve_ray.py")), str(deadline)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
 
     def cpu(self) -> float:
-        """Seconds of processor time it has taken."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(30)
+        self.process.wait(60)
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Sent:
-    """One request: which image, when it was meant to be sent and when its reply was here, and the reply."""
-
-    image: int
-    due: float
-    came: float
-    status: int
-    body: bytes
-
-
-class Clients:
-    """Keep-alive connections, as many as it takes."""
-
-    def __init__(self, port: int, images: np.ndarray, deadline: float | None, dtype: str) -> None:
-        self.port, self.free, self.sent = port, list[tuple[Any, Any]](), list[Sent]()
-        self.requests = [self.request(image, deadline, dtype) for image in images]
-
-    def request(self, image: np.ndarray, deadline: float | None, dtype: str) -> bytes:
-        raw = image.tobytes()
-        tensor = {
-            "name": "input",
-            "shape": [1, *image.shape],
-            "datatype": dtype,
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        asked: dict[str, Any] = {"inputs": [tensor], "outputs": [{"name": "label"}]}
-        if deadline is not None:
-            asked["parameters"] = {"timeout": int(1e6 * deadline)}
-        text = json.dumps(asked).encode()
-        head = f"POST /v2/models/net/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text) + len(raw)}\r\n"
-        return f"{head}Inference-Header-Content-Length: {len(text)}\r\n\r\n".encode() + text + raw
-
-    async def ask(self, image: int, due: float) -> None:
-        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(self.requests[image])
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        body = await reader.readexactly(length)
-        self.sent.append(Sent(image, due, time.perf_counter(), int(head[9:12]), body))
-        self.free.append((reader, writer))
-
-    async def open_loop(self, rate: float, seconds: float, seed: int) -> list[Sent]:
-        """Poisson arrivals, whatever the replies do."""
-        chance, tasks, self.sent = random.Random(seed), set[asyncio.Task[None]](), []
-        prompt.Promptly().__enter__()  # for good: who measures must not be late himself
-        due = begin = time.perf_counter()
-        while (due := due + chance.expovariate(rate)) < begin + seconds:
-            if (left := due - time.perf_counter()) > 0:
-                await asyncio.sleep(left)
-            task = asyncio.ensure_future(self.ask(chance.randrange(len(self.requests)), due))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        await asyncio.wait_for(asyncio.gather(*tasks), 30)
-        return self.sent
-
-    async def saturate(self, seconds: float, at_a_time: int = 4) -> float:
-        """Requests a second that a few clients get answered who ask again at once."""
-        end = time.perf_counter() + seconds
-
-        async def client(number: int) -> int:
-            count = 0
-            while time.perf_counter() < end:
-                await self.ask((number + count) % len(self.requests), 0.0)
-                count += 1
-            return count
-
-        return sum(await asyncio.gather(*(client(number) for number in range(at_a_time)))) / seconds
+def has_ray(python: str) -> bool:
+    return bool(python) and not subprocess.run([python, "-c", "import ray.serve"], capture_output=True).returncode
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -197,13 +151,14 @@ def summary(
     sent: Sequence[Sent], deadline: float, labels: Sequence[int], errors: Sequence[float], true: bool, seconds: float
 ) -> dict[str, Any]:
     """What the clients got. `true`: labels decide what is right; else what the network errs that answered."""
-    stages, right, late, problems, took = [0] * (len(errors) + 1), 0.0, 0, 0, []
+    stages, right, late, by_sender, problems, took = [0] * (len(errors) + 1), 0.0, 0, 0, 0, []
     for each in sent:
-        said = json.loads(each.body) if each.status in (200, 504) else {}
+        said = json.loads(each.body) if each.status == 200 else {}
         took.append(each.came - each.due)
         on_time = took[-1] <= deadline
         late += not on_time
-        problems += each.status not in (200, 504)
+        by_sender += not on_time and each.came - each.went <= deadline
+        problems += each.status not in (200, *SHED)
         stage = said["parameters"]["stage"] if each.status == 200 else 0
         if each.status == 200 and said["model_name"].isdigit():
             stage = int(said["model_name"])
@@ -213,7 +168,6 @@ def summary(
         if stage and on_time:
             correct = int(said["outputs"][0]["data"][0]) == labels[each.image]
             right += correct if true else 1 - errors[stage - 1]
-    took.sort()
     n = len(sent)
     return {
         "n": n,
@@ -221,40 +175,48 @@ def summary(
         "other_errors": problems,
         "nothing": stages[0] / n,
         "late": late / n,
+        "late_by_sender": by_sender / n,
         "stages": [round(count / n, 4) for count in stages],
         "right_on_time": right / n,
         "goodput": right / seconds,
-        "ms": {
-            name: round(1e3 * took[min(n - 1, int(q * n))], 2)
-            for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
-        },
+        "ms": quantiles(took),
+        "sent_late_ms": quantiles([each.went - each.due for each in sent]),
     }
 
 
-def measure(seconds: float, deadline: float, contenders: Sequence[str]) -> dict[str, Any]:
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds."""
+    order, n = sorted(seconds), len(seconds)
+    shares = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+    return {name: round(1e3 * order[min(n - 1, int(share * n))], 2) for name, share in shares}
+
+
+def measure(seconds: float, deadline: float, contenders: Sequence[str], ray: str) -> dict[str, Any]:
     sample = stored_sample("cifar10")
     pixels, labels = sample["images"].numpy(), [int(label) for label in sample["labels"]]
     normalised = Runtime(NAME, "cpu")
     floats = normalised.intake.prepare(pixels)
-    errors = {"nest": normalised.spec.errors, "full": ALONE[2:], "chooser": ALONE}
+    nested = normalised.spec.errors
+    errors = {"nest": nested, "apart": nested, "full": ALONE[2:], "chooser": ALONE, "ray": ALONE[2:]}
     normalised.close()
-    given = {"nest": (pixels, "UINT8"), "full": (floats, "FP32"), "chooser": (floats, "FP32")}
     found: dict[str, Any] = {}
-    full = Served("full", deadline)
-    saturation = asyncio.run(Clients(full.port, floats, None, "FP32").saturate(4.0))
-    full.end()
+    with Served("full", deadline) as full:
+        saturation = timers.run(Clients(full.port, floats, None, "FP32").saturate(4.0))
     print(f"the full network alone saturates at {saturation:.0f} requests a second", flush=True)
+    if "ray" in contenders and not has_ray(ray):
+        print(f"no Ray Serve: {ray or 'no interpreter'} has none (--ray PYTHON names one with ray[serve])", flush=True)
+        contenders = [contender for contender in contenders if contender != "ray"]
     for contender in contenders:
-        server = Served(contender, deadline)
         found[contender] = {}
+        true = contender in ("nest", "apart")
 
-        async def all_loads(contender: str = contender, server: Served = server) -> None:
-            clients = Clients(server.port, given[contender][0], deadline, given[contender][1])
+        async def all_loads(server: Served, contender: str = contender, true: bool = true) -> None:
+            clients = Clients(server.port, *((pixels, deadline, "UINT8") if true else (floats, deadline, "FP32")))
             await clients.open_loop(saturation / 4, 1.0, seed=9)  # warm
             for load in LOADS:
                 cpu, own = server.cpu(), time.process_time()
                 sent = await clients.open_loop(load * saturation, seconds, seed=int(8 * load))
-                row = summary(sent, deadline, labels, errors[contender], contender == "nest", seconds)
+                row = summary(sent, deadline, labels, errors[contender], true, seconds)
                 row |= {
                     "server_cores": (server.cpu() - cpu) / seconds,
                     "client_cores": (time.process_time() - own) / seconds,
@@ -262,8 +224,8 @@ def measure(seconds: float, deadline: float, contenders: Sequence[str]) -> dict[
                 found[contender][str(load)] = row
                 print(contender, load, json.dumps(row), flush=True)
 
-        asyncio.run(all_loads())
-        server.end()
+        with Served(contender, deadline, ray) as server:
+            timers.run(all_loads(server))
     conditions = {"seconds": seconds, "deadline": deadline, "saturation": saturation, "errors": errors}
     return {
         "conditions": conditions,
@@ -277,13 +239,21 @@ def draw(runs: Sequence[dict[str, Any]], file: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    looks = {"nest": ("#aa2c94", "o"), "chooser": ("#0072b2", "s"), "full": ("#4a5463", "D")}
+    looks = {"nest": ("#aa2c94", "o"), "chooser": ("#0072b2", "s"), "full": ("#4a5463", "D"), "ray": ("#b07a00", "^")}
     for run in runs:
         for contender, rows in run["contenders"].items():
+            if contender not in looks:
+                continue
             colour, marker = looks[contender]
             shares = [100 * rows[str(load)]["right_on_time"] for load in LOADS]
             axes.plot(range(len(LOADS)), shares, color=colour, marker=marker, alpha=0.8)
-    for contender, text in (("nest", "nest"), ("chooser", "three nets, chosen by load"), ("full", "full net alone")):
+    words = {
+        "nest": "nest",
+        "chooser": "three nets, chosen by load",
+        "full": "full net alone",
+        "ray": "full net in Ray Serve",
+    }
+    for contender, text in words.items():
         axes.plot([], [], color=looks[contender][0], marker=looks[contender][1], label=text)
     axes.set_xticks(range(len(LOADS)), [f"{load:g}x" for load in LOADS])
     axes.set(
@@ -299,9 +269,14 @@ def draw(runs: Sequence[dict[str, Any]], file: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", default="", help="be the server of this contender")
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each contender at each rate")
     parser.add_argument("--deadline", type=float, default=0.02)
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    usual = [name for name, (usual, _) in CONTENDERS.items() if usual]
+    names = "; ".join(f"{name}: {text}" for name, (_, text) in CONTENDERS.items())
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=CONTENDERS, help=names)
+    parser.add_argument(
+        "--ray", default=sys.executable, help="an interpreter that has ray[serve] and nestling's packages"
+    )
     parser.add_argument("--json", default="", help="a file to which the run is added")
     parser.add_argument("--picture", default="", help="measure nothing, draw the runs of the --json file here")
     options = parser.parse_args()
@@ -311,7 +286,7 @@ def main() -> None:
     if options.picture:
         draw(json.loads(Path(options.json).read_text())["runs"], options.picture)
         return
-    found = measure(options.seconds, options.deadline, options.contenders)
+    found = measure(options.seconds, options.deadline, options.contenders, options.ray)
     if options.json:
         file = Path(options.json)
         runs = json.loads(file.read_text())["runs"] if file.is_file() else []

@@ -68,6 +68,7 @@ def command(
         from nestling.serve.http import application
         from nestling.serve.listen import Place, Sockets
         from nestling.serve.service import Service
+        from nestling.serve.timers import run
         from nestling.serve.trypage import TryPage
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestling"):
@@ -88,7 +89,7 @@ def command(
         sys.setswitchinterval(SWITCHING)
         gc.collect()
         gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again
-        asyncio.run(live(listener, server, reload, began))
+        run(live(listener, server, reload, began))
         return {"networks": list(sources), "seconds": time.monotonic() - began, "answered": service.metrics.count()}
 
 

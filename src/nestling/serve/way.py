@@ -2,19 +2,20 @@
 
 Two parts: from when an answer is due until it is on its way, kept by feedback (runtime.promise.Margin); and what the server does
 not see, a request that waits to be read and a reply that waits to be sent. How late the event loop's own timers are tells how
-long that takes: twice that, there and back, is taken off, too.
+long that takes: what two of them, there and back, are late together but for 1 in 100 is taken off, too.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import add
 
 from nestling.runtime.promise import Margin
 
 PERIOD = 0.005  # seconds between two beats
-KEPT = 400  # beats: two seconds
-USUAL = 0.95  # of the beats were at most so late
+KEPT = 800  # beats: four seconds
+USUAL = 0.99  # of the ways there and back took at most so long
 MOST = 0.5  # of a deadline that is given away
 
 
@@ -23,18 +24,20 @@ class Way(Margin):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(0.01)
-        self.clock, self.lags, self.lag, self.count = clock, deque[float](maxlen=KEPT), 0.0, 0
+        self.clock, self.lags, self.both, self.count = clock, deque[float](maxlen=KEPT), 0.0, 0
 
     def beaten(self, late: float) -> None:
         """A timer of the event loop was so late."""
         self.lags.append(late)
         self.count += 1
         if self.count % 8 == 1:
-            self.lag = sorted(self.lags)[int(USUAL * (len(self.lags) - 1))]
+            there = list(self.lags)
+            back = there[len(there) // 2 :] + there[: len(there) // 2]  # another moment's
+            self.both = sorted(map(add, there, back))[int(USUAL * (len(there) - 1))]
 
     def before(self, deadline: float) -> float:
         """When an answer is due, in seconds from the start."""
-        return deadline - min(self.value + self.LEAVING + 2 * self.lag, MOST * deadline)
+        return deadline - min(self.value + self.LEAVING + self.both, MOST * deadline)
 
     async def beat(self) -> None:
         """For ever: see how late the event loop is."""
