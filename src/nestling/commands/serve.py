@@ -38,6 +38,7 @@ def command(
     key: str = "",
     reload: float = 2.0,
     log_requests: bool = False,
+    traces: str = "",
     page: bool = True,
 ) -> dict[str, Any]:
     """Answer over HTTP and gRPC (Open Inference Protocol v2) by each request's deadline. Overload costs stages, not answers.
@@ -58,6 +59,7 @@ def command(
         key: its key.
         reload: seconds between two looks whether a folder has changed and must be opened anew; 0 = never.
         log_requests: a line for every request.
+        traces: where OpenTelemetry's spans go (OTLP over HTTP), such as http://localhost:4318/v1/traces.
         page: show the page at / where everybody can try it.
     """
     began = time.monotonic()
@@ -69,6 +71,7 @@ def command(
         from nestling.serve.listen import Place, Sockets
         from nestling.serve.service import Service
         from nestling.serve.timers import run
+        from nestling.serve.traces import exported
         from nestling.serve.trypage import TryPage
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestling"):
@@ -83,13 +86,22 @@ def command(
         raise NestlingError(f"found two networks of one name in {', '.join(networks)}; name one of them: NAME=PATH")
     with Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server:
         service = Service(
-            server, log=say if log_requests else None, token=token, longest=longest, most_bytes=body_mb * 2**20
+            server,
+            log=say if log_requests else None,
+            token=token,
+            longest=longest,
+            most_bytes=body_mb * 2**20,
+            traces=exported(traces) if traces else None,
         )
         listener = Sockets(service, application(service, TryPage(service).routes() if page else ()), place)
         sys.setswitchinterval(SWITCHING)
         gc.collect()
         gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again
-        run(live(listener, server, reload, began))
+        try:
+            run(live(listener, server, reload, began))
+        finally:
+            if service.traces is not None:
+                service.traces.close()
         return {"networks": list(sources), "seconds": time.monotonic() - began, "answered": service.metrics.count()}
 
 

@@ -63,8 +63,7 @@ class Inference:
         return call
 
     def authorise(self, context: Context) -> None:
-        found = dict(context.invocation_metadata() or ())
-        self.service.authorise(str(found.get("authorization", "")))
+        self.service.authorise(header(context, "authorization"))
 
     async def server_live(self, request: Any, context: Context) -> Any:
         return CLASSES["ServerLiveResponse"](live=True)
@@ -180,7 +179,14 @@ class Inference:
         outputs = [Wanted(each.name, best=best_of(plain(each.parameters))) for each in message.outputs]
         left = context.time_remaining()
         limit = inf if left is None else max(0.0, left)
-        return model, Asked(images, message.id, plain(message.parameters), outputs, limit)
+        return model, Asked(
+            images, message.id, plain(message.parameters), outputs, limit, header(context, "traceparent")
+        )
+
+
+def header(context: Context, name: str) -> str:
+    """What the client sent beside its message, "" for nothing."""
+    return str(dict(context.invocation_metadata() or ()).get(name, ""))
 
 
 def parsed(name: str, raw: bytes) -> Any:

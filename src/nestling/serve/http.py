@@ -121,7 +121,7 @@ class Infer:
             model = service.model(place["name"], place.get("version", ""))
             body = await read_body(receive, headers, service.most_bytes)
             asked = await self.understood(model, headers, body, scope)
-            asked.limit = header_limit(headers)
+            asked.limit, asked.traceparent = header_limit(headers), headers.get("traceparent", "")
             events = EVENTS in headers.get("accept", "")
             request = service.begin(model, asked, began, every=events)
         except Refusal as refusal:

@@ -42,6 +42,7 @@ class ServedRequest:
         self.deadline = began + limit
         self.told = [0] * len(tickets)  # the stages of the answers that were sent
         self.left = False  # the client has
+        self.traceparent = ""  # which trace of the client's this belongs to
         self.before = self.stage  # what there was when it began
         self.wake: Callable[[], Any] = lambda: None
 

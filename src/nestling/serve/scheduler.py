@@ -9,7 +9,7 @@ clock, a thread or an engine: the same calls at the same times give the same bat
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
@@ -51,6 +51,9 @@ class Ticket:
     over: bool = False  # nothing better will come in time
     error: Exception | None = None
     began: float | None = None  # when its first stage was begun
+    ran: list[tuple[int, float, float]] = field(
+        default_factory=list
+    )  # stages that were done: which, from when, until when
     done: int = 0  # stages that its state has behind it
     state: Any = None  # the engine's; shared by tickets that went through a stage together
     place: int = 0  # of this image in that state,

@@ -23,6 +23,7 @@ from nestling.serve.scheduler import Full
 from nestling.serve.server import Server
 from nestling.serve.stages import Closed
 from nestling.serve.tensors import Tensor
+from nestling.serve.traces import Traces, trace_of
 from nestling.serve.way import Way
 
 INPUT = "input"
@@ -68,6 +69,7 @@ class Asked:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     outputs: Sequence[Wanted] = ()
     limit: float = inf  # seconds, as the protocol itself has it
+    traceparent: str = ""  # W3C Trace Context, as the client sent it
 
     def timeout(self) -> float:
         """Seconds, of the parameter; 0 is none, as with Triton."""
@@ -111,10 +113,12 @@ class Service:
         token: str = "",
         longest: float = LONGEST,
         most_bytes: int = MOST_BYTES,
+        traces: Traces | None = None,
     ) -> None:
-        """`token`: what clients must send as `Authorization: Bearer TOKEN`; "" = nothing. `log` is told of every request."""
+        """`token`: what clients must send as `Authorization: Bearer TOKEN`; "" = nothing. `log` and `traces` are told of every
+        request."""
         self.server, self.log, self.token, self.longest, self.most_bytes = server, log, token, longest, most_bytes
-        self.metrics = metrics or Metrics(server)
+        self.metrics, self.traces = metrics or Metrics(server), traces
         self.way = Way(server.clock)  # one event loop serves all clients
         self.ending = False
 
@@ -143,13 +147,16 @@ class Service:
             if isinstance(token, str) and token:
                 if asked.images is not None:
                     raise Refusal("wrong", "found images and a token to refine with; send one of them")
-                return model.more(token, limit, self.way, began).submit(every)
-            if not isinstance(token, bool) or asked.images is None:
+                request = model.more(token, limit, self.way, began)
+            elif not isinstance(token, bool) or asked.images is None:
                 raise Refusal(
                     "wrong", f"found no {INPUT} and refine={short(token)}; send images, or a token of a reply"
                 )
-            images = asked.images[None] if asked.images.ndim == 3 else asked.images
-            return model.ask(images, limit, confident, self.way, began).submit(every)
+            else:
+                images = asked.images[None] if asked.images.ndim == 3 else asked.images
+                request = model.ask(images, limit, confident, self.way, began)
+            request.traceparent = asked.traceparent
+            return request.submit(every)
         except (Refusal, Full) as error:
             self.metrics.refused(model.name)
             if isinstance(error, Closed):
@@ -190,9 +197,12 @@ class Service:
         now = request.clock()
         took, late = now - request.began, now > request.deadline
         self.metrics.answered(model.name, request, took, late)
+        if self.traces is not None:
+            self.traces.request(model.name, request, status)
         if self.log is not None:
             line = {"model": model.name, "status": status, "images": len(request.tickets), "stage": min(request.told)}
-            self.log({**line, "ms": round(1e3 * took, 3), "late": late})
+            trace = trace_of(request.traceparent)
+            self.log({**line, "ms": round(1e3 * took, 3), "late": late, **({"trace": trace} if trace else {})})
 
 
 def made(wanted: Wanted, answers: Sequence[Answer], model: Model) -> Tensor:

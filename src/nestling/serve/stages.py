@@ -120,6 +120,8 @@ class Stages:
             now = self.clock()
             self.running = None
             self.busy += now - began
+            for ticket in batch.tickets:
+                ticket.ran.append((batch.stage, began, now))
             self.pace.observe(batch.stage, now - began, len(batch.tickets))
             return self.scheduler.finish(batch, state, logits, now)
 
