@@ -37,7 +37,8 @@ def test_a_long_wait_ends_when_something_comes() -> None:
         loop.call_later(30, print)
         found = await loop.sock_recv(mine, 1)
         took = time.monotonic() - began
-        mine.close(), theirs.close()
+        mine.close()
+        theirs.close()
         return found, took
 
     found, took = timers.run(main())
