@@ -64,11 +64,18 @@ class Clients:
         self.requests = [request(image, deadline, dtype) for image in images]
 
     async def ask(self, image: int, due: float) -> Sent:
-        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
+        kept = bool(self.free)
+        reader, writer = self.free.pop() if kept else await asyncio.open_connection("127.0.0.1", self.port)
         went = time.perf_counter()
-        writer.write(self.requests[image])
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        body = await read_body(reader, head)
+        try:
+            writer.write(self.requests[image])
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            body = await read_body(reader, head)
+        except (asyncio.IncompleteReadError, OSError):
+            writer.close()
+            if not kept:
+                raise
+            return await self.ask(image, due)  # the server had closed a connection on which nothing came for a while
         found = Sent(image, due, time.perf_counter(), int(head[9:12]), body, went)
         if b"connection: close" in head:
             writer.close()
