@@ -47,8 +47,8 @@ SHARED_FILES = {
 }
 SHARED_CLASSES = {"Tiles": {"kernels/backends/sm80.py", "kernels/backends/sm90.py", "kernels/backends/triton.py"}}
 AT_HOME = {
-    ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Containerfile", "LICENSE", "Makefile", "README.md", "benchmarks", "constraints.txt",
-    "docs", "examples", "mkdocs.yml", "pyproject.toml", "results", "src", "tests",
+    ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Containerfile", "LICENSE", "Makefile", "README.md", "benchmarks",
+    "constraints.txt", "docs", "examples", "mkdocs.yml", "pyproject.toml", "results", "src", "tests",
 }  # fmt: skip
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if "__pycache__" not in path.parts)
 
