@@ -353,3 +353,35 @@ def test_runs_that_do_not_fit_are_refused(dense: Path, tmp_path: Path, what: str
     with pytest.raises(NestlingError, match=words):
         recipe = override(named("digits-width"), [*FAST, *(each.replace("RUN", str(dense)) for each in settings)])
         train(recipe, str(tmp_path / "kept"), quiet=True)
+
+
+def test_a_runs_early_stages_may_be_those_of_a_trained_nest(dense: Path, tmp_path: Path) -> None:
+    """Nothing is trained: the first answers are the nest's but for rounding, the last is the kept network's, bit for bit."""
+    train(override(named("digits-width"), FAST), str(tmp_path / "nest"), quiet=True)
+    settings = [*FAST, "train.epochs=0", f"network.keep={dense}", "network.early=0.25,0.25"]
+    settings += [f"network.early_from={tmp_path / 'nest'}"]
+    train(override(named("digits-width"), settings), str(tmp_path / "kept"), quiet=True)
+    found, nest, own = (nestling.resolve(path).outputs()["logits"] for path in (tmp_path / "kept", tmp_path / "nest", dense))
+    assert torch.equal(found[2], own[0]) and torch.allclose(found[:2], nest[:2], atol=1e-5)
+    parts = nestling.resolve(tmp_path / "kept").read_json("provenance.json")["adopted"]
+    assert {field: part["command"] for field, part in parts.items()}.keys() == {"network.keep", "network.early_from"}
+    other = [each.replace("network.early=0.25,0.25", "network.early=0.125,0.25") for each in settings]
+    with pytest.raises(NestlingError, match="other first stages"):
+        train(override(named("digits-width"), other), str(tmp_path / "other"), quiet=True)
+    with pytest.raises(NestlingError, match="set network.keep and network.early"):
+        override(named("digits-width"), [f"network.early_from={tmp_path / 'nest'}"])
+
+
+def test_the_stages_of_a_trained_nest_come_before_any_module() -> None:
+    module, nest = trained(Residual), build(NetworkRecipe("width-digits"), 10, IMAGE).eval()
+    net = keep(module, shape=IMAGE, early=nest).eval()
+    x = noise()
+    with torch.no_grad():
+        *first, last = net(x)
+        assert torch.equal(last, module(x))
+        for mine, theirs in zip(first, nest(x), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+    assert net.plan.macs(3) == nest.plan.macs(3)
+    for options, words in (({"reads": True}, "early= with"), ({"early": build(NetworkRecipe("width-digits"))}, "have images")):
+        with pytest.raises(NestlingError, match=words):
+            keep(module, shape=IMAGE, **{"early": nest, **options})

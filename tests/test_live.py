@@ -23,7 +23,7 @@ from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import chooser as chooser_file
 from nestling.runtime.chooser import Chooser
 from nestling.studies import live as live_file
-from nestling.studies.live import LiveQuestion, live, other_processes, summary, unaware
+from nestling.studies.live import LiveQuestion, live, one_by_one, other_processes, summary, unaware
 
 SPEC = nestling.Spec("digits", (1, 8, 8), tuple("abcdefghij"), ("w1", "w2", "w4"), errors=(0.3, 0.2, 0.1))
 
@@ -99,6 +99,7 @@ def test_who_does_not_know_the_deadline_has_nothing_when_it_comes_too_early(
     assert (asked.stage, asked.late) == (0, 0.0)
     asked = unaware(chosen, image, lambda: 2)(0.5)
     assert asked.stage == 2 and asked.late < 0
+    assert [one_by_one(chosen, image)(limit).stage for limit in (0.001, 0.5)] == [0, 3]
 
 
 def test_an_answer_that_comes_late_or_not_at_all_is_worth_nothing() -> None:
@@ -120,7 +121,7 @@ def test_an_answer_that_comes_late_or_not_at_all_is_worth_nothing() -> None:
 def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
     found = profile.command("width-resnet42-cifar10", live=True, load="busy", deadlines=deadlines, questions=3)
     names = ["nest", "chooser", "always 1", "always 2", "always 3", "bare timer"]
-    assert sorted(found["own_errors"]) == sorted(names + (["nest, soon"] if deadlines == "known" else []))
+    assert sorted(found["own_errors"]) == sorted([*names, "nest, soon" if deadlines == "known" else "one by one"])
     assert found["rival_errors"] == [0.0899, 0.0625, 0.0499] and found["errors"] == [0.0794, 0.0662, 0.0596]
     for kind in ("own_errors", "equal_errors"):
         assert all(row["n"] == 3 and 0.04 < row["strict"] <= 0.9 for row in found[kind].values())

@@ -19,7 +19,7 @@ from nestling.nets.births import FINEST, Growth, growth_of
 from nestling.nets.early import EARLY, READS, beside, own_part
 from nestling.nets.extended import Extended
 from nestling.nets.nest import own_randomness, read_module
-from nestling.nets.net import follow
+from nestling.nets.net import NestedNet, follow
 from nestling.nets.plan import Plan
 from nestling.nets.reading.assemble import Assembled, built, check_stages, fitted, planned, tail_of
 from nestling.nets.reading.ordered import ordered
@@ -35,18 +35,24 @@ def keep(
     budget: float | None = None,
     name: str = "",
     proof: bool = True,
+    early: NestedNet | None = None,
 ) -> Extended:
     """The module with a narrow stage before it for every stripe, as wide as that share of each of its layers.
 
     The module's own layers are frozen and in evaluation. With `reads` they may also learn to read the early stages, through new
     weights that are zero at first; without, nothing that is trained changes the last answer. `budget` narrows the stripes until
     all that is added costs at most that share of the module's multiply-accumulates; `net.overhead` says what it does cost.
+    `early`: a nest that is trained already, all of whose stages come before the module, instead of stripes.
     """
     net = name or type(module).__name__
     check(stripes, budget, net)
+    if early is not None and (reads or budget is not None):
+        raise NestlingError(f"{net}: found early= with reads= or budget=, which are for stages made here; leave them out")
     sketch = read_module(module, shape, proof, net)
     with own_randomness(module):
         sketch, _ = fitted(sketch, [EARLY, READS])
+        if early is not None:
+            return joined_to(sketch, early, False, net).train(module.training)
         shares = tuple(stripes)
         while True:
             made = made_of(sketch, shares, reads, net)
@@ -84,8 +90,18 @@ def made_of(sketch: Sketch, shares: Sequence[float], reads: bool, net: str) -> E
     """The network of a sketch, with early stages of so many shares of its widths."""
     growth = growth_of(shares)
     check_stages(sketch, growth, net)
+    return joined_to(sketch, early_form(ordered(sketch), growth, net).net, reads, net)
+
+
+def joined_to(sketch: Sketch, early: NestedNet, reads: bool, net: str) -> Extended:
+    """The network of a sketch after the stages of another: what both were, bit for bit."""
     own = own_form(sketch, net).net
-    early = early_form(ordered(sketch), growth, net).net
+    for what, mine, theirs in (
+        ("images", own.plan.input.shape(own.plan.input.channels), early.plan.input.shape(early.plan.input.channels)),
+        ("answers", *(plan.by_name[plan.heads[-1]].channels for plan in (own.plan, early.plan))),
+    ):
+        if mine != theirs:
+            raise NestlingError(f"{net}: the early stages have {what} {theirs}, the module {mine}; expected the same")
     classifier = tail_of(sketch, net)[0].name
     plan = beside(early.plan, own.plan, reads, alone=(classifier,))
     parts: dict[str, nn.Module] = {n.name: own.layer(n.name) for n in own.plan.nodes if n.op.layered}

@@ -154,7 +154,7 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
         nest = arch.plan(recipe.name, growth, shape, classes)
         return ensemble(f"{recipe.name}-ensemble", plans, nest.sizes)
     if recipe.early:
-        own = plan(replace(recipe, early=(), keep="", alone=growth.stages), classes, shape)
+        own = plan(replace(recipe, early=(), keep="", early_from="", alone=growth.stages), classes, shape)
         return kept(recipe, arch.stage_alone(growth, growth.stages), own, shape, classes)
     if recipe.alone:
         sizes = arch.plan(recipe.name, growth, shape, classes).sizes

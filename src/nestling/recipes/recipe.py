@@ -54,6 +54,7 @@ class NetworkRecipe(RecipeSection):
     blocks: tuple[Positive, ...] = ()
     early: tuple[AboveZero, ...] = ()  # how wide the stages before a network that is kept are, as shares of its width
     keep: str = ""  # folder of the run in which that network was trained
+    early_from: str = ""  # folder of a nest whose first stages they start as; empty = copies of the kept network's channels
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +62,10 @@ class NetworkRecipe(RecipeSection):
             raise NestlingError(
                 "network.keep and network.early belong together: the run whose network is kept, and how wide the stages before "
                 "it are, as shares of its width; set both, such as network.keep=RUN network.early=0.25,0.25"
+            )
+        if self.early_from and not self.early:
+            raise NestlingError(
+                "network.early_from says what the stages before a network that is kept start as; set network.keep and network.early"
             )
         if self.early and (self.alone or self.ensemble):
             raise NestlingError(
@@ -226,7 +231,7 @@ def from_dict(found: Any) -> Recipe:
 # Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
     "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "error", "early", "keep", "cutmix",
-    "sync_norms",
+    "sync_norms", "early_from",
 }  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

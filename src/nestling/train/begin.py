@@ -4,12 +4,14 @@ In: a recipe and a folder. Out: a Training ready to go, or None where the run is
 """
 
 from contextlib import ExitStack
+from typing import Any
 
 from nestling.data import DataSet
 from nestling.errors import NestlingError
 from nestling.files import PROVENANCE, RESULTS
 from nestling.recipes.recipe import Recipe, flat
 from nestling.runs.folder import RunDir
+from nestling.runs.open import resolve
 from nestling.train.capabilities import memory_explained
 from nestling.train.loop import Training, kept, main_rank
 from nestling.train.progress import Startup
@@ -71,8 +73,19 @@ def write_origin(training: Training, command: str, resumed: bool) -> None:
     """Where the run comes from, and what its device could not do: a reader of the numbers must know."""
     run = training.run
     run.write_provenance(command, str(training.device), resumed=resumed)
-    if training.given_up:
+    origins = {} if resumed else adopted(training.recipe)
+    if training.given_up or origins:
         origin = run.read_json(PROVENANCE)
         part = origin.get("resumed", [origin])[-1]
-        part["given_up"] = training.given_up
+        if training.given_up:
+            part["given_up"] = training.given_up
+        if origins:
+            part["adopted"] = origins
         run.write_json(PROVENANCE, origin)
+
+
+def adopted(recipe: Recipe) -> dict[str, Any]:
+    """Where the runs come from whose weights this one begins with."""
+    named = {f"network.{name}": getattr(recipe.network, name) for name in ("keep", "early_from")}
+    runs = {field: resolve(path) for field, path in named.items() if path}
+    return {field: run.read_json(PROVENANCE) for field, run in runs.items() if run.has(PROVENANCE)}

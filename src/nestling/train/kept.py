@@ -14,7 +14,7 @@ from torch import Tensor
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, Plan
 from nestling.nets.births import Births
-from nestling.nets.early import early_part, last_part
+from nestling.nets.early import EARLY, early_part, last_part
 from nestling.nets.extended import Extended, over
 from nestling.nets.keep import keep
 from nestling.nets.ops import Select
@@ -27,7 +27,7 @@ def adopt(net: NestedNet, recipe: Recipe) -> None:
     """Put the weights of the kept run into the network."""
     path, network = recipe.network.keep, recipe.network
     run = resolve(path)
-    found, expected = run.recipe.network, replace(network, early=(), keep="")
+    found, expected = run.recipe.network, replace(network, early=(), keep="", early_from="")
     if replace(found, alone=0) != expected or not found.alone or run.recipe.data.name != recipe.data.name:
         raise NestlingError(
             f"network.keep={path} is a run of {found.name} (network.alone={found.alone}) on {run.recipe.data.name}; expected one "
@@ -41,7 +41,35 @@ def adopt(net: NestedNet, recipe: Recipe) -> None:
             f"network.keep={path} has {strange[0]}, for which this network has no place: they differ in size; keep a run "
             "of the last stage's size"
         )
-    net.load_state_dict({**mine, **theirs, **copies(net, own, network.early)})
+    early = begun(net, recipe) if network.early_from else copies(net, own, network.early)
+    net.load_state_dict({**mine, **theirs, **early})
+
+
+def begun(net: NestedNet, recipe: Recipe) -> dict[str, Tensor]:
+    """What the early stages begin with: the first stages of a trained nest of the same widths."""
+    path, stages = recipe.network.early_from, len(net.plan.heads) - 1
+    run = resolve(path)
+    nest = run.net()
+    if run.recipe.data.name != recipe.data.name or len(nest.plan.heads) < stages:
+        raise NestlingError(
+            f"network.early_from={path} is a run on {run.recipe.data.name} with {len(nest.plan.heads)} stages; expected at least "
+            f"{stages} of them, on {recipe.data.name}"
+        )
+    found: dict[str, Tensor] = {}
+    for stage in range(1, stages + 1):  # each has its own head, the last all channels
+        found |= {f"{EARLY}.{key}": value for key, value in nest.subnet(stage).net.state_dict().items()}
+    wanted = {key: value.shape for key, value in net.state_dict().items() if key.startswith(f"{EARLY}.")}
+    if {key: value.shape for key, value in found.items()} != wanted:
+        strange = next(key for key in (*wanted, *found) if key not in found or found[key].shape != wanted.get(key))
+        raise NestlingError(
+            f"network.early_from={path} has other first stages than network.early={network_early(recipe)}: they differ in "
+            f"{strange}; choose shares of the kept network's width that give the nest's stripes"
+        )
+    return found
+
+
+def network_early(recipe: Recipe) -> str:
+    return ",".join(f"{share:g}" for share in recipe.network.early)
 
 
 def copies(net: NestedNet, own: NestedNet, shares: Sequence[float]) -> dict[str, Tensor]:
