@@ -47,7 +47,9 @@ def keep(
     net = name or type(module).__name__
     check(stripes, budget, net)
     if early is not None and (reads or budget is not None):
-        raise NestlingError(f"{net}: found early= with reads= or budget=, which are for stages made here; leave them out")
+        raise NestlingError(
+            f"{net}: found early= with reads= or budget=, which are for stages made here; leave them out"
+        )
     sketch = read_module(module, shape, proof, net)
     with own_randomness(module):
         sketch, _ = fitted(sketch, [EARLY, READS])

@@ -54,7 +54,9 @@ class NetworkRecipe(RecipeSection):
     blocks: tuple[Positive, ...] = ()
     early: tuple[AboveZero, ...] = ()  # how wide the stages before a network that is kept are, as shares of its width
     keep: str = ""  # folder of the run in which that network was trained
-    early_from: str = ""  # folder of a nest whose first stages they start as; empty = copies of the kept network's channels
+    early_from: str = (
+        ""  # folder of a nest whose first stages they start as; empty = copies of the kept network's channels
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +67,7 @@ class NetworkRecipe(RecipeSection):
             )
         if self.early_from and not self.early:
             raise NestlingError(
-                "network.early_from says what the stages before a network that is kept start as; set network.keep and network.early"
+                "network.early_from says what stages before a kept network start as; set network.keep and network.early, too"
             )
         if self.early and (self.alone or self.ensemble):
             raise NestlingError(
