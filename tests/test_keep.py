@@ -384,9 +384,10 @@ def test_the_stages_of_a_trained_nest_come_before_any_module() -> None:
         for mine, theirs in zip(first, nest(x), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5)
     assert net.plan.macs(3) == nest.plan.macs(3)
-    for options, words in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"reads": True}, "early= with"),
         ({"early": build(NetworkRecipe("width-digits"))}, "have images"),
-    ):
+    ]
+    for options, words in wrong:
         with pytest.raises(NestlingError, match=words):
             keep(module, shape=IMAGE, **{"early": nest, **options})
