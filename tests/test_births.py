@@ -249,6 +249,9 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"name": "cascade-sparse98", "growth": "d"}, "grows by its exits; it takes no growth order"),
     ({"name": "cascade-sparse98", "blocks": (8, 8, 8)}, "expected rising numbers that end at the last block, 24"),
     ({"name": "cascade-sparse98", "alone": 5}, "this cascade has stages 1 to 4"),
+    ({"name": "msdnet", "growth": "d"}, "grows by its exits; it takes no growth order"),
+    ({"name": "msdnet", "blocks": (6, 6, 6)}, "expected rising numbers from 3 on that end at the last layer, 18"),
+    ({"name": "msdnet", "widths": (16, 32, 48)}, "each twice as wide as the finer one"),
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "alternate-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
     "together-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
     "cascade-sparse98": {"widths": (4, 4, 8)},
+    "msdnet": {"widths": (4, 8, 16)},
 }
 
 

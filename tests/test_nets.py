@@ -27,6 +27,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "alternate-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
     "together-sparse98": {"widths": (4, 8, 16), "blocks": (4, 8, 4)},
     "cascade-sparse98": {"widths": (4, 4, 8)},
+    "msdnet": {"widths": (4, 8, 16)},
 }
 
 
@@ -279,3 +280,18 @@ def test_every_stage_lives_within_the_network(name: str) -> None:
         net.eval()
         for number, small in enumerate(stages):
             assert torch.allclose(small.eval()(x)[0], net(x)[number], rtol=1e-12, atol=1e-12)
+
+
+def test_msdnet_is_its_authors() -> None:
+    """Parameters and MACs of their code with 7 exits, base 4, step 2 and 16 channels: 2,986,690 and 75,407,104 (with the same
+    weights it gives the same logits, bit for bit). At the first exit theirs has 14,955,776: ours waits with the rest."""
+    found = plan(NetworkRecipe("msdnet"))
+    assert found.sizes == ("d4", "d6", "d8", "d10", "d12", "d14", "d16")
+    assert (found.params(7), found.macs(7), found.macs(1)) == (2_986_690, 75_407_104, 13_244_672)
+    cut = plan(NetworkRecipe("msdnet", alone=3))
+    assert cut.sizes == ("d8",) and cut.macs(1) < found.macs(3), "no exits before its own"
+    # by hand: 3x3 from 3 to 16 channels at 32x32, to 32 at 16x16, to 64 at 8x8
+    stem = sum(node.channels * reads * 9 * side**2 for node, reads, side in zip(
+        (found.by_name[f"stem{scale}.conv"] for scale in range(3)), (3, 16, 32), (32, 16, 8), strict=True,
+    ))  # fmt: skip
+    assert stem == 442_368 + 1_179_648 + 1_179_648

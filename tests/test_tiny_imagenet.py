@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nestling.commands import data as data_command
 from nestling.commands import describe as describe_command
+from nestling.commands import evaluate as evaluate_command
 from nestling.commands import paper as paper_command
 from nestling.commands import train as train_command
 from nestling.data import MemorySplit, load, tiny_imagenet
@@ -156,6 +157,13 @@ def test_its_recipes_train_from_the_command_line(
     found = train_command.command(name, out=str(tmp_path / "run"), set=(*quick, *settings), quiet=True)
     assert [stage["stage"] for stage in found["stages"]] == [1, 2, 3] and found["data"] == "tiny-imagenet"
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == name
+    five = [
+        {**stage, "top5": 0.125 * stage["stage"]} for stage in found["stages"]
+    ]  # four classes have none of their own
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(evaluate_command.show({**found, "stages": five}))
+    text = shown.export_text()
+    assert "top-5" in text and "37.50" in text and "…" not in text
 
 
 def test_without_a_root_it_is_looked_for_in_the_usual_place(

@@ -40,9 +40,9 @@ def command(
     """Show a network's stages: what each adds, what it costs, and a picture of the nest.
 
     Networks: the paper's width-resnet42, even-resnet42, depth-sparse98, alternate-sparse98, together-sparse98,
-    cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-resnet18 (Tiny ImageNet); width-digits,
-    even-digits, depth-digits, alternate-digits, together-digits, cascade-digits. Trained: width-resnet42-cifar10,
-    depth-sparse98-cifar10, width-resnet42-kept-cifar10.
+    cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-resnet18 (Tiny ImageNet); msdnet (for
+    comparison); width-digits, even-digits, depth-digits, alternate-digits, together-digits, cascade-digits. Trained:
+    width-resnet42-cifar10, depth-sparse98-cifar10, width-resnet42-kept-cifar10.
 
     Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
     multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).

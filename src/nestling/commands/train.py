@@ -36,8 +36,8 @@ def command(
 
     Recipes: digits-width, digits-even, digits-depth, digits-alternate, digits-together, digits-cascade; the paper's
     cifar10-width, cifar10-even, cifar10-depth, cifar10-alternate, cifar10-together, cifar10-cascade, imagenet-width,
-    imagenet-depth; and those on Tiny ImageNet: tiny-width, tiny-depth, tiny-small. A network of your own: the
-    function that builds it, my_file.py:build or package.module:function.
+    imagenet-depth; cifar10-msdnet, to compare with; and those on Tiny ImageNet: tiny-width, tiny-depth, tiny-small. A
+    network of your own: the function that builds it, my_file.py:build or package.module:function.
 
     Args:
         recipe: a recipe's name, a recipe.json, or the function that builds a network of your own; not needed with --resume.

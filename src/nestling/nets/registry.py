@@ -2,7 +2,7 @@
 beside early stages, or as an ensemble.
 
 In: a NetworkRecipe (a name and what to change about it), the number of classes and the input shape. Out: a plan, or a
-network with weights drawn from a generator. What a network looks like inside is said in resnet.py, sparse.py, cascade.py.
+network with weights drawn from a generator. What one looks like inside is said in resnet.py, sparse.py, cascade.py, msdnet.py.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from nestling.errors import NestlingError, nearest
 from nestling.nets.births import Growth, alone, grow, growth_of
 from nestling.nets.cascade import cascade
 from nestling.nets.early import beside, own_part
+from nestling.nets.msdnet import msdnet
 from nestling.nets.plan import Node, Plan
 from nestling.nets.resnet import resnet
 from nestling.nets.settle import check
@@ -31,12 +32,12 @@ ImageShape = tuple[int, int, int]
 class Architecture:
     """A named network: which function plans it, and with which numbers."""
 
-    kind: str  # resnet | sparse | cascade
+    kind: str  # resnet | sparse | cascade | msdnet
     growth: str
     widths: tuple[int, ...]  # channels of each group at full width
     blocks: tuple[int, ...]  # blocks of each group at full depth
     stripes: tuple[int, ...] = ()  # empty: every width step doubles
-    exits: tuple[int, ...] = ()  # cascade: blocks before each exit
+    exits: tuple[int, ...] = ()  # cascade, msdnet: blocks, layers before each exit
     exit_width: int = 128
     stem: str = "small"
     bottleneck: int = 1
@@ -48,18 +49,19 @@ class Architecture:
             return resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem, self.bottleneck)
         if self.kind == "sparse":
             return sparse_resnet(name, growth, self.widths, self.blocks, shape, classes, self.stem)
-        return cascade(name, self.exits, self.widths, self.blocks, shape, classes, self.exit_width)
+        by_exits = msdnet if self.kind == "msdnet" else cascade
+        return by_exits(name, self.exits, self.widths, self.blocks, shape, classes, self.exit_width)
 
     def stage_alone(self, growth: Growth, stage: int) -> "Architecture":
         """The architecture of one stage's size, to be trained by itself with all its connections."""
-        if self.kind == "cascade":
-            return self._cascade_alone(stage)
+        if self.exits:
+            return self._cut(stage)
         size = alone(growth, stage)
         widths = tuple(size.channels(width) for width in self.widths)
         return replace(self, growth="", stripes=(), widths=widths, blocks=tuple(map(size.blocks, self.blocks)))
 
-    def _cascade_alone(self, stage: int) -> "Architecture":
-        """A cascade's prefix up to one exit, with that exit only."""
+    def _cut(self, stage: int) -> "Architecture":
+        """A network's prefix up to one exit, with that exit only."""
         if not 1 <= stage <= len(self.exits):
             raise NestlingError(f"stage {stage} does not exist: this cascade has stages 1 to {len(self.exits)}.")
         left, blocks = self.exits[stage - 1], []
@@ -67,7 +69,10 @@ class Architecture:
             if left > 0:
                 blocks.append(min(left, count))
             left -= count
-        return replace(self, blocks=tuple(blocks), widths=self.widths[: len(blocks)], exits=(self.exits[stage - 1],))
+        widths = (
+            self.widths if self.kind == "msdnet" else self.widths[: len(blocks)]
+        )  # whose scales are all there at once
+        return replace(self, blocks=tuple(blocks), widths=widths, exits=(self.exits[stage - 1],))
 
 
 DIGITS: ImageShape = (1, 8, 8)
@@ -98,6 +103,8 @@ NETS: dict[str, Architecture] = {
     ),
     # for Tiny ImageNet: ResNet-18 with a narrower end, 16 MB in half precision
     "width-resnet18": Architecture("resnet", "w,w", (64, 128, 256, 384), (2, 2, 2, 2), shape=TINY, classes=200),
+    # not the paper's, for comparison
+    "msdnet": Architecture("msdnet", "", (16, 32, 64), (6, 6, 4), exits=(4, 6, 8, 10, 12, 14, 16)),
     # the same ideas, small enough for 8x8 digits on a laptop
     "width-digits": Architecture("resnet", "w,w", (16, 32), (2, 2), shape=DIGITS),
     "even-digits": Architecture("resnet", "w,w,w", (16, 32), (2, 2), stripes=(1, 1, 1, 1), shape=DIGITS),
@@ -120,7 +127,7 @@ def architecture(recipe: NetworkRecipe) -> Architecture:
             f"unknown network {recipe.name!r}; did you mean {near}? (nestling describe --help lists all)"
         )
     arch = NETS[recipe.name]
-    if recipe.growth and arch.kind == "cascade":
+    if recipe.growth and arch.exits:
         raise NestlingError(f"{recipe.name} grows by its exits; it takes no growth order (found {recipe.growth!r}).")
     changed = replace(
         arch,
@@ -166,7 +173,7 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
 
 def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape, classes: int) -> Plan:
     """A network with early stages beside it, each as wide as that share of its layers."""
-    if arch.kind == "cascade":
+    if arch.exits:
         raise NestlingError(f"{recipe.name} has its exits already; network.early is for networks without them.")
     growth = growth_of(recipe.early)
     stripes = growth.stripes[:-1]

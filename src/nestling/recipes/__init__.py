@@ -24,6 +24,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "cifar10-alternate": cifar10.alternate,
     "cifar10-together": cifar10.together,
     "cifar10-cascade": cifar10.cascade,
+    "cifar10-msdnet": cifar10.msdnet,
     "imagenet-width": imagenet.width,
     "imagenet-depth": imagenet.depth,
     "tiny-width": tiny.width,
