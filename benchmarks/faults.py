@@ -1,14 +1,13 @@
 """Faults, counted: whatever trains is killed, checkpoints are damaged, disks filled; all ends as if undisturbed.
 
-    python benchmarks/faults.py --faults 50 --json results/faults-cpu.json    # fails where a fault cost more than it should
+    python benchmarks/faults.py --json results/faults-cpu.json    # fifty; fails where one cost more than it should
 
 Each fault is either survived, with the bits of undisturbed runs at the end, or answered by a clear error that loses nothing.
-Killed (kill -9) are ranks of torchrun, writers amid a file, workers and drivers of sweeps, here and, where Ray is installed, on a
-Ray cluster; kills of a local sweep make up the number. benchmarks/two_nodes.py kills a node.
+Killed (kill -9) are ranks of torchrun, writers amid a file, workers and drivers of sweeps, here and on a Ray cluster (which needs
+Ray). A full disk needs the right to mount one. benchmarks/two_nodes.py kills a node.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -258,12 +257,11 @@ def two_at_once(path: Path, counted: Counter[str]) -> None:
     ended(resume(run.path))
 
 
-def disk(run: Path, counted: Counter[str]) -> bool:
-    """A full disk, and one that can only be read; needs the right to mount. Afterwards the run goes on."""
+def disk(run: Path, counted: Counter[str]) -> None:
+    """A full disk, and one that can only be read. Afterwards the run goes on."""
     small = run.parent / "disk"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True).returncode:
-        return False
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=True)
     try:
         here = half_trained(small / "run")
         with open(small / "filler", "wb", buffering=0) as filler:
@@ -283,7 +281,6 @@ def disk(run: Path, counted: Counter[str]) -> bool:
         shutil.copytree(here, run)
     finally:
         subprocess.run(["umount", str(small)], check=True)
-    return True
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -295,53 +292,75 @@ def same(one: Path, other: Path) -> bool:
     return equal and RunDir(one).read_json(RESULTS) == RunDir(other).read_json(RESULTS)
 
 
-def suffer(folder: Path, faults: int, chance: random.Random, counted: Counter[str]) -> dict[str, Path]:
-    """All kinds of faults; the runs that suffered them, each with the undisturbed one that it should equal."""
-    undisturbed = folder / "undisturbed"
+def alone(folder: Path) -> list[tuple[Path, Path]]:
+    """A run that suffered, and what it should equal."""
+    train(ONE[1], str(folder / "undisturbed"), quiet=True)
+    return [(folder / "run", folder / "undisturbed")]
+
+
+def swept(folder: Path) -> list[tuple[Path, Path]]:
     for name, recipe in RUNS:
-        train(recipe, str(undisturbed / name), quiet=True)
-    pairs = dict.fromkeys(("damaged", "held", "written"), undisturbed / ONE[0])
-    damaged(folder / "damaged", counted)
-    two_at_once(folder / "held", counted)
-    writers(folder / "written", counted)
-    if disk(folder / "disks", counted):
-        pairs["disks"] = undisturbed / ONE[0]
-    ranks(folder / "ranks", 6, chance, counted)
-    ranks(folder / "undisturbed-ranks", 0, chance, counted)
-    pairs["ranks"] = folder / "undisturbed-ranks"
-    if importlib.util.find_spec("ray") is not None:
-        ray_kills(folder / "on-ray", 10, chance, counted)
-        pairs |= {f"on-ray/{name}": undisturbed / name for name, _ in RUNS}
-    out = folder / "sweep"
-    kills(out, lambda: sweep(out, "--beside", "2"), local_workers, faults - counted.total(), chance, counted)
-    return pairs | {f"sweep/{name}": undisturbed / name for name, _ in RUNS}
+        train(recipe, str(folder / "undisturbed" / name), quiet=True)
+    return [(folder / "runs" / name, folder / "undisturbed" / name) for name, _ in RUNS]
+
+
+def by_ranks(folder: Path) -> list[tuple[Path, Path]]:
+    ranks(folder / "undisturbed", 0, random.Random(), Counter())
+    return [(folder / "run", folder / "undisturbed")]
+
+
+def suffer(kind: str, folder: Path, many: int, chance: random.Random, counted: Counter[str]) -> list[tuple[Path, Path]]:
+    """One kind of faults; the runs that suffered them, each with the undisturbed one that it should equal."""
+    run, runs = folder / "run", folder / "runs"
+    if kind in ALONE:
+        ALONE[kind](run, counted)
+        return alone(folder)
+    if kind == "ranks":
+        ranks(run, many, chance, counted)
+        return by_ranks(folder)
+    if kind == "ray":
+        ray_kills(runs, many, chance, counted)
+    else:
+        kills(runs, lambda: sweep(runs, "--beside", "2"), local_workers, many, chance, counted)
+    return swept(folder)
+
+
+ALONE = {"damaged": damaged, "held": two_at_once, "writers": writers, "disk": disk}
+KILLS = {"ranks": 6, "ray": 10, "sweep": 20}  # with those above fifty
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--kinds", nargs="+", choices=[*ALONE, *KILLS], default=[*ALONE, *KILLS])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="write what was found there, beside other kinds")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    folder, counted, began = Path(tempfile.mkdtemp(prefix="faults-")), Counter[str](), time.monotonic()
-    pairs = suffer(folder, given.faults, random.Random(given.seed), counted)
-    equal = {name: same(folder / name, other) for name, other in pairs.items()}
-    found: dict[str, Any] = {
-        "command": f"python {' '.join(sys.argv)}",
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "faults": counted.total(),
-        "kinds": dict(counted),
-        "bitwise as undisturbed": equal,
-        "seconds": round(time.monotonic() - began),
-    }
-    print(json.dumps(found))
-    if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
-    if not all(equal.values()):
-        raise NestlingError(f"a run ended otherwise than undisturbed: {equal}; its folder is in {folder}")
-    shutil.rmtree(folder)
+    for kind in given.kinds:
+        folder, counted, began = Path(tempfile.mkdtemp(prefix=f"faults-{kind}-")), Counter[str](), time.monotonic()
+        pairs = suffer(kind, folder, KILLS.get(kind, 0), random.Random(given.seed), counted)
+        equal = sum(same(*pair) for pair in pairs)
+        found: dict[str, Any] = {
+            "kind": kind,
+            "faults": dict(counted),
+            "runs": len(pairs),
+            "bitwise as undisturbed": equal,
+            "seconds": round(time.monotonic() - began),
+        }
+        print(json.dumps(found), flush=True)
+        if given.json:
+            keep(Path(given.json), found)
+        if equal < len(pairs):
+            raise NestlingError(f"{len(pairs) - equal} runs ended otherwise than undisturbed; they are in {folder}")
+        shutil.rmtree(folder)
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    kept = {row["kind"]: row for row in (json.loads(path.read_text())["rows"] if path.exists() else [])}
+    told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
+    rows = list({**kept, found["kind"]: found | told}.values())
+    total = sum(sum(row["faults"].values()) for row in rows)
+    path.write_text(json.dumps({"faults": total, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestling.gradients import Accumulator
-from nestling.gradients.combiners import RIVALS
+from nestling.gradients.combiners import RIVALS, make_combiner
 from nestling.nets.synced import averaged
 from nestling.recipes import named
 from nestling.recipes.recipe import override
@@ -47,9 +50,10 @@ from nestling.train.stepping import set_rate, share
 NETWORKS, TYPES, RANKS = ("digits-width", "digits-depth"), ("float32", "float64"), (1, 2, 4)
 SMALL = ("train.batch=32", "data.limit=224", "train.sync_norms=true", "train.device=cpu", "train.diagnostics=false")
 MEASURED = ("train.batch=128", "train.epochs=3", "data.limit=1408", "train.device=cpu", "train.diagnostics=false")
-SPEEDS = [
-    (strategy, synced) for strategy in ("sgd", "osgd", "normsgd") for synced in (False, True) if strategy != "normsgd"
-]
+SPEEDS = [  # strategy, synchronised norms, parameters sharded
+    ("sgd", False, False), ("sgd", True, False), ("osgd", False, False), ("osgd", True, False), ("normsgd", False, False),
+    ("sgd", False, True), ("osgd", False, True),
+]  # fmt: skip
 
 
 # --- equal -----------------------------------------------------------------------------------------------------------
@@ -156,38 +160,60 @@ def told(path: Path) -> str:
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def measure(strategy: str, synced: bool) -> dict[str, Any]:
-    """Medians over the steps of three epochs, but the first of each."""
-    sent = [0]
-    plain = dist.all_reduce
+class Sent(TorchDispatchMode):
+    """The bytes that a rank hands to all_reduce and, of sharded parameters, to all_gather and reduce_scatter."""
 
-    def counted(tensor: Tensor, *more: object, **named: object) -> object:
-        sent[0] += tensor.numel() * tensor.element_size()
-        return plain(tensor, *more, **named)  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
 
-    dist.all_reduce = counted
-    settings = [f"strategy.name={strategy}", f"train.sync_norms={synced}"]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            first = args[1] if "reduce_scatter" in name else args[0]  # the whole: what comes in, or what goes out
+            whole = first if isinstance(first, Tensor) else first[0]
+            self.bytes += whole.numel() * whole.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def sharded_steps(training: Training) -> Iterator[None]:
+    """The same steps with parameters sharded by FSDP2, one after another."""
+    train, net = training.recipe.train, fully_shard(training.net)
+    rows = Accumulator(net, make_combiner(training.recipe.strategy, len(training.net.plan.heads)))
+    optimizer = torch.optim.SGD(net.parameters(), train.lr, momentum=train.momentum)
+    for epoch in range(train.epochs):
+        for x, y in training.data.train.batches(train.batch, epoch_generator(train.seed, epoch), drop_last=True):
+            optimizer.zero_grad()
+            mine, labels = share(x, y)
+            rows.backward(stage_losses(net(mine), labels, train))
+            optimizer.step()
+            yield
+
+
+def measure(strategy: str, synced: bool, sharded: bool) -> dict[str, Any]:
+    """The median of 32 steps without the first, and the bytes of the fourth, which is not counted: counting takes time."""
+    settings = [f"strategy.name={strategy}", f"train.sync_norms={synced}", f"train.channels_last={not sharded}"]
     training = Training(override(named("digits-width"), [*MEASURED, *settings]), RunDir(tempfile.mkdtemp()))
-    seconds, bytes_sent, last = [], [], time.perf_counter()
-    for _, index in training.epochs():
-        now = time.perf_counter()
-        if index:
-            seconds.append(now - last)
-            bytes_sent.append(sent[0])
-        sent[0], last = 0, now
-    dist.all_reduce = plain
+    parameters, seconds, sent = sum(p.numel() for p in training.net.parameters()), [], Sent()
+    steps: Iterator[object] = sharded_steps(training) if sharded else training.epochs()
+    for index in range(33):
+        began = time.perf_counter()
+        with sent if index == 4 else nullcontext():
+            next(steps)
+        seconds.append(time.perf_counter() - began)
     return {
         "strategy": strategy,
         "sync_norms": synced,
-        "P": sum(p.numel() for p in training.net.parameters()),
+        "sharded": sharded,
+        "P": parameters,
         "tasks": len(training.net.plan.heads),
-        "bytes": statistics.median(bytes_sent),
-        "ms": 1e3 * statistics.median(seconds),
+        "bytes": sent.bytes,
+        "ms": 1e3 * statistics.median(seconds[1:4] + seconds[5:]),
     }
 
 
 def speed_rank(path: str) -> None:
-    found = [measure(*case) for case in SPEEDS]
+    found = [measure(*case) for case in SPEEDS if dist.get_world_size() > 1 or not case[2]]
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(found))
 
@@ -224,6 +250,16 @@ def show(row: dict[str, Any]) -> str:
     return "  ".join(f"{value:.2g}" if isinstance(value, float) else str(value) for value in row.values())
 
 
+def keep(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows into a file; those of other cases that are there stay."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
+    case = ("network", "method", "dtype", "ranks", "strategy", "sync_norms", "sharded")
+    found = {tuple(row.get(key) for key in case): row for row in kept.get(what, [])}
+    found |= {tuple(row.get(key) for key in case): row | told for row in rows}
+    path.write_text(json.dumps({**kept, what: list(found.values())}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["equal", "speed"])
@@ -240,11 +276,7 @@ def main() -> None:
     )
     print("  ".join(rows[0]), *map(show, rows), sep="\n")
     if given.json:
-        path = Path(given.json)
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        command = f"python {' '.join(sys.argv)}"
-        kept[given.what] = {"command": command, "torch": torch.__version__, "machine": platform.machine(), "rows": rows}
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        keep(Path(given.json), given.what, rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A Ray cluster of two nodes trains twelve runs on the digits; a node is killed on the way, then the driver: nothing is lost.
+"""A Ray cluster of two nodes trains twelve runs on the digits; the driver is killed on the way, then a node: nothing is lost.
 
-    python benchmarks/two_nodes.py    # prints a line of JSON; fails unless all twelve are bitwise those of local processes
+    python benchmarks/two_nodes.py --json results/two-nodes-cpu.json    # fails unless all are bitwise those of local processes
 
 Both nodes are raylets of this machine, with folders of their own: nothing but Ray brings files home.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -37,7 +38,11 @@ def same(one: Path, other: Path) -> bool:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args()
     folder, began = Path(tempfile.mkdtemp(prefix="two-nodes-")), time.monotonic()
+    os.environ["RAY_TMPDIR"] = str(folder)  # the addresses of other clusters are not ours
     runs = grid_runs(override(named("digits-width"), SETTINGS), GRID)
     raylets = Raylets(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes = [raylets.add_node(num_cpus=1), raylets.add_node(num_cpus=1)]
@@ -46,14 +51,14 @@ def main() -> None:
 
     # The driver is killed when a first checkpoint is home.
     options = [*(f"--grid={each}" for each in GRID), *(f"--set={each}" for each in SETTINGS)]
-    command = ["sweep", "digits-width", *options, "--out", str(folder / "ray"), "--on", "ray", "--quiet"]
+    command = ["sweep", "digits-width", *options, "--out", str(folder / "runs"), "--on", "ray", "--quiet"]
     driver = subprocess.Popen([sys.executable, "-m", "nestling", *command])
-    while not list((folder / "ray").glob("*/checkpoint.safetensors")):
+    while not list((folder / "runs").glob("*/checkpoint.safetensors")):
         assert driver.poll() is None, "the driver ended before it was killed"
         time.sleep(0.1)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    home = len(list((folder / "ray").glob("*/checkpoint.safetensors")))
+    home = len(list((folder / "runs").glob("*/checkpoint.safetensors")))
 
     # It is called again, and a node is killed while it has a run that has an epoch.
     ray.init(address=raylets.address, log_to_driver=False)
@@ -66,14 +71,26 @@ def main() -> None:
             raylets.remove_node(nodes[1], allow_graceful=False)
         lost.extend(one.name for one in every if one.lost and one.name not in lost)
 
-    every = sweep(runs, folder / "ray", Cluster(), tell=tell)  # type: ignore[arg-type]
+    every = sweep(runs, folder / "runs", Cluster(), tell=tell)  # type: ignore[arg-type]
     ray.shutdown()
     raylets.shutdown()
     sweep(runs, folder / "local", Processes(2))
-    equal = sum(same(folder / "ray" / name, folder / "local" / name) for name, _ in runs)
+    equal = sum(same(folder / "runs" / name, folder / "local" / name) for name, _ in runs)
     seconds = round(time.monotonic() - began)
-    print(json.dumps({"runs": len(runs), "finished": sum(one.state == "finished" for one in every), "bitwise": equal,
-                      "checkpoints when the driver was killed": home, "lost": lost, "seconds": seconds}))  # fmt: skip
+    found = {
+        "command": f"python {' '.join(sys.argv)}",
+        "ray": ray.__version__,
+        "torch": torch.__version__,
+        "runs": len(runs),
+        "finished": sum(one.state == "finished" for one in every),
+        "bitwise": equal,
+        "checkpoints when the driver was killed": home,
+        "lost": lost,
+        "seconds": seconds,
+    }
+    print(json.dumps(found))
+    if given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
     assert equal == len(runs) == 12 and len(lost) > 1, (
         "a run is missing or differs, or no node was lost with runs on it"
     )

@@ -183,7 +183,7 @@ def test_a_run_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
     stop_after_one_epoch(digits(), tmp_path / "older")
     run = RunDir(tmp_path / "older")
     recipe = run.read_json("recipe.json")
-    assert recipe["train"].pop("decay_norms") is True
+    assert recipe["train"].pop("decay_norms") is True and recipe["train"].pop("sync_norms") is False
     assert recipe["strategy"].pop("constant") == 0.5 and recipe["strategy"].pop("literal") is False
     run.write_json("recipe.json", recipe)
     tensors, meta = run.load_checkpoint()
