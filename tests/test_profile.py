@@ -562,3 +562,13 @@ def test_load_gives_the_network_of_a_run(run: Path) -> None:
     with torch.no_grad():
         *_, last = nestling.load(str(run)).answers(x)
     assert torch.allclose(last, tensors["logits"][-1, :8], atol=1e-4)
+
+
+def test_a_run_is_timed_without_the_folder_of_its_teacher(tmp_path: Path) -> None:
+    few = ("train.epochs=1", "data.limit=128", "train.device=cpu")
+    teacher, taught = str(tmp_path / "teacher"), str(tmp_path / "taught")
+    train.command("digits-width", out=teacher, set=(*few, "network.alone=3"), quiet=True)
+    train.command("digits-width", out=taught, set=(*few, f"train.teacher={teacher}", "train.distill=0.5"), quiet=True)
+    assert profile.command(taught, repeats=2)["teacher"]["median_ms"] > 0
+    shutil.rmtree(teacher)
+    assert "teacher" not in profile.command(taught, repeats=2)

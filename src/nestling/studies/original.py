@@ -8,6 +8,7 @@ the stages; one that cannot, by torch itself, and that is said.
 import copy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from nestling.nets.nest import nest
 from nestling.recipes.code import HANDED, handed
 from nestling.recipes.recipe import Recipe
 from nestling.runs.device import pick_device
+from nestling.runs.folder import shipped
 from nestling.runs.goal import examined_otherwise, goal_of
 from nestling.runs.latency import WARM_UP, Latency
 from nestling.runs.provenance import device_name
@@ -32,7 +34,8 @@ from nestling.train.teacher import answer, last_stage
 
 def at_hand(recipe: Recipe) -> bool:
     """Whether a run has a teacher that this process may ask."""
-    return bool(recipe.train.teacher) and (":" not in recipe.train.teacher or recipe.train.teacher in HANDED)
+    name = recipe.train.teacher
+    return bool(name) and (name in HANDED if ":" in name else name in shipped() or Path(name).is_dir())
 
 
 def teacher_of(recipe: Recipe) -> nn.Module:
