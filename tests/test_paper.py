@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -37,6 +37,7 @@ from nestling.studies.paper.results import (
     store,
     strategy_name,
 )
+from nestling.studies.sweep.processes import Processes
 from nestling.train import Training
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
@@ -464,6 +465,27 @@ def without_origin(folder: Path) -> list[dict[str, object]]:
     rows = collect(sorted(folder.iterdir()))
     assert len(rows) == 4 * 3
     return [{key: value for key, value in row.items() if key != "command"} for row in rows]
+
+
+@pytest.mark.slow
+def test_a_grid_elsewhere_has_the_results_of_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--on ray is a sweep whose runs are the cells; processes stand in for a cluster. tests/test_ray.py has one."""
+
+    class Elsewhere(Processes):
+        gpus, beside = False, 0
+
+    monkeypatch.setattr("nestling.studies.sweep.cluster.Cluster", Elsewhere)
+    words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK, "beside": 2}
+    found: dict[str, dict[str, Any]] = {}
+    where: tuple[Literal["local", "ray"], ...] = ("local", "ray")
+    for on in where:
+        places: dict[str, Any] = {"out": str(tmp_path / on), "results": str(tmp_path / f"{on}.csv")}
+        found[on] = command("digits", **words, **places, on=on, quiet=True)
+        again = command("digits", **words, **places, on=on, quiet=True)
+        assert again["rows"] == found[on]["rows"]
+    assert found["ray"]["rows"] == found["local"]["rows"] and found["ray"]["runs"] == 2 and not found["ray"]["failed"]
+    assert read_results(str(tmp_path / "ray.csv"))[0]["command"].endswith("--on ray")
+    assert not (tmp_path / "ray" / "results.csv").exists(), "rows go where --results says"
 
 
 def test_no_runs_beside_each_other_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from test_sweep import GRID, assert_same, base, holder, started, wait_until, wor
 from nestling.commands import cli
 from nestling.errors import NestlingError
 from nestling.runs.folder import RunDir
+from nestling.runs.ray import findable
+from nestling.studies.paper.results import read_results
 from nestling.studies.sweep import cluster
 from nestling.studies.sweep.axes import grid_runs
 from nestling.studies.sweep.cluster import bring, changed, train_away
@@ -26,7 +28,7 @@ alone = test_sweep.alone  # each run by itself
 @pytest.fixture(scope="module")
 def node() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: sweeps on Ray are not tested")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=cluster.findable())
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=findable())
     yield ray
     ray.shutdown()
 
@@ -103,6 +105,22 @@ def test_a_driver_that_is_killed_goes_on_when_called_again(node: Any, tmp_path: 
         os.environ.clear()
         os.environ.update(environment)
     assert_same(out, alone)
+
+
+@pytest.mark.slow
+def test_the_papers_grid_is_trained_on_ray(node: Any, tmp_path: Path) -> None:
+    words = ["paper", "digits", "--network", "width-digits", "--strategy", "sgd", "--set", "train.epochs=1", "--set"]
+    words += ["data.limit=256", "--seeds", "2", "--json"]
+    for on in ("ray", "local"):
+        places = ["--out", str(tmp_path / on), "--results", str(tmp_path / f"{on}.csv"), "--on", on]
+        assert cli.main([*words, *places]) == 0
+    names = sorted(path.name for path in (tmp_path / "local").iterdir() if path.is_dir())
+    assert len(names) == 2
+    for name in names:
+        one, other = (test_sweep.weights(tmp_path / on / name) for on in ("ray", "local"))
+        assert all((one[key] == other[key]).all() for key in other)
+    rows = {on: read_results(str(tmp_path / f"{on}.csv")) for on in ("ray", "local")}
+    assert [row["error"] for row in rows["ray"]] == [row["error"] for row in rows["local"]] and len(rows["ray"]) == 6
 
 
 @pytest.mark.slow

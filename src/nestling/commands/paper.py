@@ -1,20 +1,24 @@
 """`nestling paper`: a part of the paper's grid, or all of it in order of value, is trained, measured or drawn."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import table
 from rich.console import Group
 from rich.text import Text
 
+from nestling.commands.sweep import told
 from nestling.data.tiny_imagenet import prepared
 from nestling.errors import NestlingError
+from nestling.recipes.recipe import Recipe
 from nestling.report.paper.tables import LEGEND, Table, tables
 from nestling.studies.paper.everything import CIFAR10, SEEDS, TINY_NETWORKS, Job, everything, missing_jobs
 from nestling.studies.paper.grid import CHOICES, cells, known, train_cells
 from nestling.studies.paper.results import TINY, collect, compare, read_results, store
+from nestling.studies.sweep.driver import SweepRun, sweep
 
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
@@ -36,6 +40,8 @@ def command(
     minutes: float = 0.0,
     dry: bool = False,
     plan: bool = False,
+    on: Literal["local", "ray"] = "local",
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train a part of the paper's grid (skipping what is finished), or draw its tables and figures from what there is.
 
@@ -62,6 +68,9 @@ def command(
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
         dry: train nothing, only collect what is there.
         plan: train nothing, only say what would be trained, in order, and about how long it takes.
+        on: where to train; local: this process; ray: a Ray cluster (RAY_ADDRESS, or the one that runs here), a run to a core or
+            to its share of a GPU, as `nestling sweep --on ray` does. Run folders come home to --out.
+        quiet: no progress of what Ray trains.
     """
     if part in WRITE_UP:
         return {"part": part, **write_up(part, out, results, page, strategy, data, set)}
@@ -81,17 +90,56 @@ def command(
     options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
     words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
     line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
-    return trained(part, jobs, line, out, results, beside, 60 * minutes if minutes else float("inf"), dry)
+    seconds = 60 * minutes if minutes else float("inf")
+    train = partial(train_on_ray, quiet=quiet) if on == "ray" else train_cells
+    line += " --on ray" if on == "ray" else ""
+    return trained(part, jobs, line, out, results, beside, seconds, dry, train)
+
+
+def train_on_ray(
+    chosen: Sequence[tuple[str, Recipe]],
+    out: str,
+    beside: int,
+    seconds: float,
+    command: str,
+    finished: Callable[[Path], object],
+    quiet: bool,
+) -> dict[str, str]:
+    """`train_cells` on a Ray cluster: as a sweep, whose runs are the cells."""
+    from nestling.studies.sweep.cluster import Cluster
+
+    cluster, seen = Cluster(beside), list[SweepRun]()
+    if not cluster.gpus:
+        cluster.beside = 0  # a run for each core
+    with told(quiet) as tell:
+
+        def look(runs: Sequence[SweepRun]) -> None:
+            tell(runs)
+            for one in runs:
+                if one.state == "finished" and one not in seen:
+                    seen.append(one)
+                    finished(one.run.path)
+
+        every = sweep(chosen, Path(out), cluster, command, look, seconds=seconds, rows="")
+    return {str(one.run.path): one.why for one in every if one.state == "failed"}
 
 
 def trained(
-    part: str, jobs: Sequence[Job], command: str, out: str, results: str, beside: int, seconds: float, dry: bool
+    part: str,
+    jobs: Sequence[Job],
+    command: str,
+    out: str,
+    results: str,
+    beside: int,
+    seconds: float,
+    dry: bool,
+    train: Callable[..., dict[str, str]],
 ) -> dict[str, Any]:
     """Train these runs and set what is finished of them beside the paper."""
     failed: dict[str, str] = {}
     chosen = [(job.name, job.recipe) for job in jobs]
     if not dry:
-        failed = train_cells(chosen, out, beside, seconds, command, lambda path: keep([path], results))
+        failed = train(chosen, out, beside, seconds, command, lambda path: keep([path], results))
     paths = [Path(out) / name for name, _ in chosen]
     rows = collect(paths)
     if (

@@ -9,14 +9,16 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nestling.errors import NestlingError
 
 if TYPE_CHECKING:
-    from nestling.serve.listen import Sockets
+    from nestling.serve.listen import Place, Sockets
+    from nestling.serve.replicas import Replicated
     from nestling.serve.server import Server
 
 SWITCHING = 0.0005  # seconds a thread may keep the interpreter while others want it
@@ -40,6 +42,9 @@ def command(
     log_requests: bool = False,
     traces: str = "",
     page: bool = True,
+    on: Literal["local", "ray"] = "local",
+    replicas: int = 1,
+    most_replicas: int = 0,
 ) -> dict[str, Any]:
     """Answer over HTTP and gRPC (Open Inference Protocol v2) by each request's deadline. Overload costs stages, not answers.
 
@@ -60,7 +65,12 @@ def command(
         reload: seconds between two looks whether a folder has changed and must be opened anew; 0 = never.
         log_requests: a line for every request.
         traces: where OpenTelemetry's spans go (OTLP over HTTP), such as http://localhost:4318/v1/traces.
-        page: show the page at / where everybody can try it.
+        page: show the page at / where everybody can try it; not on Ray.
+        on: local: this process; ray: replicas on a Ray cluster (RAY_ADDRESS, the one that runs here, or one for the time being)
+            behind Ray Serve's proxies. Folders and the token's file must be there on every node; gRPC, which Ray opens at all
+            addresses, only where --host is not this machine.
+        replicas: how many, on Ray; each takes --threads cores, and with --device cuda a GPU.
+        most_replicas: as many as are needed up to this, on Ray, by the share of requests that get less than their time allows.
     """
     began = time.monotonic()
     if not longest > 0 or room < 1 or memory_mb < 1 or body_mb < 1 or reload < 0:
@@ -69,7 +79,7 @@ def command(
     try:
         from nestling.serve.http import application
         from nestling.serve.listen import Place, Sockets
-        from nestling.serve.service import Service
+        from nestling.serve.service import Service, read_token
         from nestling.serve.timers import run
         from nestling.serve.traces import exported
         from nestling.serve.trypage import TryPage
@@ -77,13 +87,20 @@ def command(
         if (error.name or "").startswith("nestling"):
             raise
         raise NestlingError(f"serving needs {error.name}; run: pip install 'nestling[serve]'") from error
-    from nestling.serve.server import Server
+    from nestling.serve.server import Server, split
 
-    token = read_token(token_file)
     place = Place(host, port, None if grpc_port < 0 else grpc_port, certificate, key)
-    sources = dict(split(each) for each in networks)
-    if len(sources) < len(networks):
-        raise NestlingError(f"found two networks of one name in {', '.join(networks)}; name one of them: NAME=PATH")
+    sources = split(networks)
+    if on == "ray":
+        from nestling.serve.replicas import Replicated
+
+        there = {name: Path(each).resolve() if Path(each).exists() else each for name, each in sources.items()}
+        what = Replicated(
+            tuple(f"{name}={each}" for name, each in there.items()), replicas, most_replicas, device, threads, room, memory_mb,
+            body_mb, longest, str(Path(token_file).resolve()) if token_file else "", log_requests, traces,
+        )  # fmt: skip
+        return live_on_ray(what, place, began)
+    token = read_token(token_file)
     with Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server:
         service = Service(
             server,
@@ -105,7 +122,36 @@ def command(
         return {"networks": list(sources), "seconds": time.monotonic() - began, "answered": service.metrics.count()}
 
 
+def live_on_ray(what: "Replicated", place: "Place", began: float) -> dict[str, Any]:
+    """Until SIGTERM or Ctrl-C."""
+    from nestling.serve.replicas import running
+
+    told = threading.Event()
+    before = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with running(what, place) as ports:
+            seconds = round(time.monotonic() - began, 2)
+            say(
+                {
+                    "event": "ready",
+                    **ports,
+                    "networks": list(what.networks),
+                    "replicas": what.replicas,
+                    "seconds": seconds,
+                }
+            )
+            told.wait()
+            say({"event": "ending", "longest_s": what.longest})
+        say({"event": "ended"})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return {"networks": list(what.networks), "seconds": time.monotonic() - began, "answered": None}
+
+
 def show(result: dict[str, Any]) -> str:
+    if result["answered"] is None:
+        return f"ended after {result['seconds']:.0f} s"
     return f"answered {result['answered']} requests in {result['seconds']:.0f} s"
 
 
@@ -159,23 +205,6 @@ async def watch(server: "Server", seconds: float) -> None:
                 say({"event": "reloaded", "network": name})
             except (NestlingError, OSError) as error:
                 say({"event": "not reloaded", "network": name, "error": str(error)})
-
-
-def split(text: str) -> tuple[str, str]:
-    """NAME=PATH, or a path or name by its own name."""
-    name, mark, source = text.partition("=")
-    if mark and not (name and source):
-        raise NestlingError(f"found {text!r}; expected NAME=PATH, a run's folder or the name of a trained network")
-    return (name, source) if mark else (Path(text).resolve().name, text)
-
-
-def read_token(file: str) -> str:
-    if not file:
-        return os.environ.get("NESTLING_TOKEN", "")
-    found = Path(file).read_text(encoding="utf-8").strip()
-    if not found:
-        raise NestlingError(f"{file} is empty; expected the token that clients must send")
-    return found
 
 
 def say(event: dict[str, Any]) -> None:

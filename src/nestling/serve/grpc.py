@@ -23,6 +23,14 @@ from nestling.serve.tensors import from_bytes, from_values, most_values, name_of
 CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
 FINAL = "triton_final_response"  # tells a stream's client that no more comes for its request
 AT_A_TIME = 256  # requests of one stream
+UNARY = {
+    "ServerLive": "server_live",
+    "ServerReady": "server_ready",
+    "ServerMetadata": "server_metadata",
+    "ModelReady": "model_ready",
+    "ModelMetadata": "model_metadata",
+    "ModelInfer": "model_infer",
+}  # calls with one reply, and the methods below that answer them
 Context = Any  # grpc.aio.ServicerContext
 Method = Callable[[Any, Context], Awaitable[Any]]
 
@@ -34,22 +42,11 @@ class Inference:
         self.service = service
 
     def handler(self) -> grpc.GenericRpcHandler:
-        methods: dict[str, Method] = {
-            "ServerLive": self.server_live,
-            "ServerReady": self.server_ready,
-            "ServerMetadata": self.server_metadata,
-            "ModelReady": self.model_ready,
-            "ModelMetadata": self.model_metadata,
-            "ModelInfer": self.model_infer,
-        }
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self.one(name, method)) for name, method in methods.items()
-        }
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream)
-        return grpc.method_handlers_generic_handler(f"{PACKAGE}.GRPCInferenceService", handlers)
+        return handler_of(self.one, self.stream)
 
-    def one(self, name: str, method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    def one(self, name: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
         """A call with one reply, from bytes to bytes."""
+        method: Method = getattr(self, UNARY[name])
 
         async def call(raw: bytes, context: Context) -> bytes:
             try:
@@ -100,7 +97,7 @@ class Inference:
         finally:
             self.service.sent(model, request, status)
 
-    async def stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
+    async def stream(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """Requests come, and the answers of every stage of each go back as they are done."""
         try:
             self.authorise(context)
@@ -126,7 +123,7 @@ class Inference:
                 reply = asyncio.ensure_future(replies.get())
                 await asyncio.wait((reply, listening), return_when=asyncio.FIRST_COMPLETED)
                 if reply.done():
-                    await context.write(reply.result())
+                    yield reply.result()
                 else:
                     reply.cancel()
         finally:
@@ -218,6 +215,13 @@ def written(reply: Reply) -> Any:
         message.outputs.add(name=output.name, datatype=name_of(array), shape=array.shape)
         message.raw_output_contents.append(to_bytes(array))
     return message
+
+
+def handler_of(one: Callable[[str], Any], stream: Any) -> grpc.GenericRpcHandler:
+    """The protocol's calls: `one(name)` answers those with one reply, `stream` the others."""
+    handlers = {name: grpc.unary_unary_rpc_method_handler(one(name)) for name in UNARY}
+    handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.method_handlers_generic_handler(f"{PACKAGE}.GRPCInferenceService", handlers)
 
 
 async def listening(service: Service, address: str, credentials: grpc.ServerCredentials | None) -> tuple[Any, int]:

@@ -40,9 +40,9 @@ AT_A_TIME = 2  # pictures that are read at a time, each in a thread
 EVENTS = "text/event-stream"
 
 
-def application(service: Service, more: Sequence[Route] = ()) -> Starlette:
-    """`more`: routes of the page."""
-    infer = Infer(service)
+def application(service: Service, more: Sequence[Route] = (), infer: "Infer | None" = None) -> Starlette:
+    """`more`: routes of the page. `infer`: who answers, where that is more than one server's business."""
+    infer = infer or Infer(service)
 
     def told(what: Any) -> Any:
         async def endpoint(request: Request) -> Response:

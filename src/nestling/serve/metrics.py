@@ -40,9 +40,18 @@ class Metrics:
         self.missed = Counter(
             "nestling_deadline_missed", "Requests without an answer in time", ["model"], registry=self.registry
         )
+        self.below = Counter(
+            "nestling_below_best",
+            "Requests that got an earlier stage than their time allows where nobody else asks",
+            ["model"],
+            registry=self.registry,
+        )
         self.refusals = Counter("nestling_refused", "Requests that were not taken", ["model"], registry=self.registry)
         self.open = Gauge("nestling_open_images", "Images being answered", ["model"], registry=self.registry)
         self.recent: deque[tuple[float, str, int, float, bool]] = deque(maxlen=20_000)  # when, model, stage, took, late
+        self.short: deque[tuple[float, bool]] = deque(
+            maxlen=20_000
+        )  # when, and whether it got less than its time allows
 
     def answered(self, model: str, request: ServedRequest, took: float, late: bool) -> None:
         """A request got its reply, with or without an answer."""
@@ -55,9 +64,24 @@ class Metrics:
         if late or not min(request.told):
             self.missed.labels(model).inc()
         self.recent.append((request.clock(), model, min(request.told), took, late))
+        sure = all(ticket.final for ticket in request.tickets)
+        self.fell_short(model, not (request.left or sure) and min(request.told) < request.allowed)
 
-    def refused(self, model: str) -> None:
+    def refused(self, model: str, full: bool = False) -> None:
+        """A request was not taken; `full`: for want of room."""
         self.refusals.labels(model).inc()
+        if full:
+            self.fell_short(model, True)
+
+    def fell_short(self, model: str, short: bool) -> None:
+        self.short.append((self.server.clock(), short))
+        if short:
+            self.below.labels(model).inc()
+
+    def below_best(self) -> float:
+        """Of the last seconds' requests, the share that got less than their time allows where nobody else asks."""
+        recent = [short for at, short in self.short if at > self.server.clock() - RECENT]
+        return sum(recent) / len(recent) if recent else 0.0
 
     def count(self) -> int:
         """Requests that got a reply."""

@@ -135,6 +135,7 @@ class KeptAnswers:
         seconds: float = KEPT_SECONDS,
     ) -> None:
         self.row_bytes, self.clock, self.most_bytes, self.seconds = row_bytes, clock, most_bytes, seconds
+        self.keeper = ""  # of several servers behind one address, this one: every token begins with it
         self.found: OrderedDict[str, tuple[float, int, Sequence[Ticket]]] = OrderedDict()
         self.bytes = 0
 
@@ -145,11 +146,15 @@ class KeptAnswers:
         )
         if size > self.most_bytes or all(ticket.final for ticket in tickets):
             return ""
-        token = secrets.token_urlsafe(16)
+        token = f"{self.keeper}.{secrets.token_urlsafe(16)}" if self.keeper else secrets.token_urlsafe(16)
         self.found[token] = (self.clock() + self.seconds, size, tickets)
         self.bytes += size
         self.purge()
         return token
+
+    def has(self, token: str) -> bool:
+        self.purge()
+        return token in self.found
 
     def take(self, token: Any) -> Sequence[Ticket]:
         self.purge()

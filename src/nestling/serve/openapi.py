@@ -28,7 +28,10 @@ PARAMETERS = {
             "description": "a probability that is sure enough to stop",
         },
         "prior": {"type": "boolean", "description": "without any stage by the deadline, send the prior instead of 504"},
-        "refine": {"description": "true: send a token; a token: go on from there", "type": ["boolean", "string"]},
+        "refine": {
+            "description": "true: send a token; a token: go on from there (where it is not kept, from the images beside it)",
+            "type": ["boolean", "string"],
+        },
         "binary_data_output": {"type": "boolean"},
     },
 }

@@ -6,6 +6,7 @@ deadline: what it took lately from then until an answer was on its way (runtime.
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from math import inf
@@ -17,7 +18,7 @@ from nestling.runtime.answer import Answer, told
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Floats
 from nestling.runtime.promise import Margin
-from nestling.serve.scheduler import Ticket
+from nestling.serve.scheduler import CAUTION, Ticket
 from nestling.serve.stages import Stages
 
 LONGEST_SLEEP = 1e6  # seconds; a timer cannot hold every number
@@ -69,6 +70,12 @@ class ServedRequest:
     def stage(self) -> int:
         """The stage that every image has reached; 0 = some have none."""
         return min(ticket.best[0] for ticket in self.tickets)
+
+    @property
+    def allowed(self) -> int:
+        """The stage for which there would have been time if nobody else had asked."""
+        ends = itertools.accumulate(self.stages.pace.base[self.before :])
+        return self.before + sum(CAUTION * end <= self.due - self.began for end in ends)
 
     def leave(self) -> None:
         """Stop working on it. What there is stays, and can be gone on with."""

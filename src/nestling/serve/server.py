@@ -5,7 +5,7 @@ clients of this. A network can be opened anew while others ask: who has asked is
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,6 +113,20 @@ class Server:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def split(networks: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH, or a path or name by its own name: names, and what is to be opened under them."""
+    found: dict[str, str] = {}
+    for text in networks:
+        name, mark, source = text.partition("=")
+        if mark and not (name and source):
+            raise NestlingError(f"found {text!r}; expected NAME=PATH, a run's folder or the name of a trained network")
+        name, source = (name, source) if mark else (Path(text).resolve().name, text)
+        if name in found:
+            raise NestlingError(f"found two networks of one name in {', '.join(networks)}; name one of them: NAME=PATH")
+        found[name] = source
+    return found
 
 
 def own_name(source: Servable) -> str:

@@ -1,13 +1,16 @@
 """What all protocols share: from what a client asked for to a request, and from its answers to outputs and parameters.
 
 In: `Asked`, which a protocol reads from its bytes. Out: replies, or a Refusal. Parameters that a client may send: `timeout`
-(microseconds, as Triton's), `confident`, `prior`, and `refine`: true to be given a token, or such a token, to go on.
+(microseconds, as Triton's), `confident`, `prior`, and `refine`: true to be given a token, or such a token, to go on; with
+images beside it, where it is not kept any more it is computed again from these.
 """
 
 import hmac
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,11 +147,10 @@ class Service:
             raise Refusal("wrong", f"found confident={short(confident)}; expected a probability from 0 to 1")
         asked.flag("prior")
         try:
-            if isinstance(token, str) and token:
-                if asked.images is not None:
-                    raise Refusal("wrong", "found images and a token to refine with; send one of them")
+            again = isinstance(token, str) and token
+            if again and (asked.images is None or model.kept.has(token)):
                 request = model.more(token, limit, self.way, began)
-            elif not isinstance(token, bool) or asked.images is None:
+            elif not (again or isinstance(token, bool)) or asked.images is None:
                 raise Refusal(
                     "wrong", f"found no {INPUT} and refine={short(token)}; send images, or a token of a reply"
                 )
@@ -158,7 +160,7 @@ class Service:
             request.traceparent = asked.traceparent
             return request.submit(every)
         except (Refusal, Full) as error:
-            self.metrics.refused(model.name)
+            self.metrics.refused(model.name, full=isinstance(error, Full))
             if isinstance(error, Closed):
                 raise Refusal("ending", f"{model.name} is being opened anew; ask again") from error
             if isinstance(error, Full):
@@ -203,6 +205,16 @@ class Service:
             line = {"model": model.name, "status": status, "images": len(request.tickets), "stage": min(request.told)}
             trace = trace_of(request.traceparent)
             self.log({**line, "ms": round(1e3 * took, 3), "late": late, **({"trace": trace} if trace else {})})
+
+
+def read_token(file: str) -> str:
+    """What clients must send: a file's text, or that of NESTLING_TOKEN; "" = nothing."""
+    if not file:
+        return os.environ.get("NESTLING_TOKEN", "")
+    found = Path(file).read_text(encoding="utf-8").strip()
+    if not found:
+        raise NestlingError(f"{file} is empty; expected the token that clients must send")
+    return found
 
 
 def made(wanted: Wanted, answers: Sequence[Answer], model: Model) -> Tensor:

@@ -35,9 +35,13 @@ class Way(Margin):
             back = there[len(there) // 2 :] + there[: len(there) // 2]  # another moment's
             self.both = sorted(map(add, there, back))[int(USUAL * (len(there) - 1))]
 
+    def unseen(self) -> float:
+        """Seconds of the way that the server does not see."""
+        return self.both
+
     def before(self, deadline: float) -> float:
         """When an answer is due, in seconds from the start."""
-        return deadline - min(self.value + self.LEAVING + self.both, MOST * deadline)
+        return deadline - min(self.value + self.LEAVING + self.unseen(), MOST * deadline)
 
     async def beat(self) -> None:
         """For ever: see how late the event loop is."""
@@ -45,3 +49,22 @@ class Way(Margin):
             due = self.clock() + PERIOD
             await asyncio.sleep(PERIOD)
             self.beaten(max(0.0, self.clock() - due))
+
+
+class ProxyWay(Way):
+    """The same behind a proxy in another process, from which bodies are fetched: as long as the way there and back once more. As
+    long again is taken off for what the proxy does not tell, requests that wait there to be read and replies to be sent."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self.trips, self.trip, self.fetches = deque[float](maxlen=KEPT), 0.0, 0
+
+    def fetched(self, took: float) -> None:
+        """A body was fetched from the proxy, which took so long."""
+        self.trips.append(took)
+        self.fetches += 1
+        if self.fetches % 8 == 1:
+            self.trip = sorted(self.trips)[int(USUAL * (len(self.trips) - 1))]
+
+    def unseen(self) -> float:
+        return super().unseen() + 2 * self.trip

@@ -20,6 +20,7 @@ from nestling.errors import NestlingError
 from nestling.files import CHECKPOINT, RECIPE, RESULTS, write_atomically
 from nestling.recipes.recipe import from_dict
 from nestling.runs.folder import RunDir
+from nestling.runs.ray import connect, engine
 from nestling.studies.sweep.driver import Ending, SweepRun
 from nestling.studies.sweep.processes import PER_GPU
 from nestling.train.begin import prepare
@@ -85,15 +86,6 @@ def bring(files: Files, path: Path) -> None:
 # --- at home ----------------------------------------------------------------------------------------------------------
 
 
-def engine() -> Any:
-    """Ray, if it is installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise NestlingError("--on ray needs Ray, which is not installed; pip install 'nestling[ray]'") from error
-    return ray
-
-
 class Cluster:
     """A Workplace: the Ray cluster of RAY_ADDRESS, or the one that runs here; else one is started for the time being."""
 
@@ -101,9 +93,7 @@ class Cluster:
         if beside < 0:
             raise NestlingError(f"--beside is {beside}: expected how many runs to train at the same time, 1 or more")
         self.ray, self.beside = engine(), beside
-        self.ours = not self.ray.is_initialized()
-        if self.ours:
-            self.ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False, runtime_env=findable())
+        self.ours = connect(self.ray)
         self.gpus = self.ray.cluster_resources().get("GPU", 0) > 0
         self.at_work: dict[Any, SweepRun] = {}
         self.task = self.ray.remote(train_away)
@@ -163,9 +153,3 @@ class Cluster:
         self.at_work.clear()
         if self.ours:
             self.ray.shutdown()
-
-
-def findable() -> dict[str, Any]:
-    """Where nodes look for modules: where this process was told to."""
-    path = os.environ.get("PYTHONPATH", "")
-    return {"env_vars": {"PYTHONPATH": path}} if path else {}

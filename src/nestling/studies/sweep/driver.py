@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -99,23 +100,28 @@ def sweep(
     command: str = "nestling.sweep",
     tell: Callable[[Sequence[SweepRun]], None] = lambda runs: None,
     sleep: Callable[[float], None] = time.sleep,
+    seconds: float = inf,
+    rows: str = ROWS,
 ) -> list[SweepRun]:
     """Train all runs; those that fail are left, with what was wrong, until they are called for again.
 
-    Ctrl-C and SIGTERM stop all of them with checkpoints of the last whole epochs (raises Stopped)."""
+    After so many `seconds`, Ctrl-C (raises Stopped) or SIGTERM, all of them stop with checkpoints of whole epochs. `rows`: the
+    file of results in `out`; "" = none."""
+    end = time.monotonic() + seconds
     every = [SweepRun(name, recipe, RunDir(out / name)) for name, recipe in runs]
     with held(out), on_signal() as stop:
         for one in every:
             begin_or_go_on(one)
         stop.waits = True
         try:
-            while any(one.open for one in every) and not stop.asked:
+            while any(one.open for one in every) and not stop.asked and time.monotonic() < end:
                 turn(every, place, command)
                 tell(every)
                 sleep(INTERVAL)
         finally:
             place.close()
-            write_rows(every, out)
+            if rows:
+                write_rows(every, out / rows)
         done = sum(one.state == "finished" for one in every)
         if stop.asked and any(one.open for one in every):
             raise stop.stopped(f" with {done} of {len(every)} runs finished; the others go on when called again")
@@ -185,11 +191,11 @@ def settle(ending: Ending) -> None:
         one.state = "finished"
 
 
-def write_rows(every: Sequence[SweepRun], out: Path) -> list[Row]:
+def write_rows(every: Sequence[SweepRun], file: Path) -> list[Row]:
     """The results of all finished runs in one file."""
     rows = collect(one.run.path for one in every)
     if rows:
-        write_csv(rows, out / ROWS)
+        write_csv(rows, file)
     return rows
 
 

@@ -1,0 +1,249 @@
+"""Replicas on Ray Serve under open-loop load: what they answer, what an answer costs, and what a replica that is killed costs.
+
+    python benchmarks/replicas.py --json results/replicas-cpu.json
+
+Servers are `nestling serve --on ray` with one and two replicas; clients, proxy and replicas share this machine. Arrivals are
+Poisson, latency counts from the time at which a request was meant to be sent. Processor time is that of the proxy's and the
+replicas' processes. killed: two replicas, one killed with -9 half-way; clients try again where the proxy says 5xx or closes. In
+flight there: whose first try failed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serve import NAME, Clients, Sent, summary
+
+from nestling.export.spec import Spec
+from nestling.runs.open import stored_sample
+from nestling.runs.provenance import provenance
+from nestling.runtime.runtime import Runtime
+
+TRIES = 8
+KINDS = {"replicas": b"ray::ServeReplica:nestling", "proxy": b"ray::ProxyActor"}  # as Ray names its processes
+
+
+def processes(kind: str) -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if file.read_bytes().startswith(KINDS[kind]):
+                found.append(int(file.parent.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def cpu(pids: Sequence[int]) -> float:
+    """Seconds of processor time that processes have taken."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+class OnRay:
+    """`nestling serve --on ray` in a process of its own."""
+
+    def __init__(self, replicas: int, most: int = 0) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        words = ["serve", f"net={NAME}", "--on", "ray", "--replicas", str(replicas), "--port", str(self.port)]
+        words += ["--most-replicas", str(most)]
+        self.process = subprocess.Popen([sys.executable, "-m", "nestling", *words], stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith("{") and json.loads(line)["event"] == "ready":
+                return
+        raise SystemExit("the server ended before it was ready")
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=120)
+
+
+class Trying(Clients):
+    """Clients that try again, as ordinary ones do."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.tries: list[int] = []
+
+    async def ask(self, image: int, due: float) -> None:
+        status, body, tries = 0, b"", 0
+        while status not in (200, 504) and tries < TRIES:
+            if tries:
+                await asyncio.sleep(0.02 * tries)
+            tries += 1
+            status, body = await self.exchange(image)
+        self.sent.append(Sent(image, due, time.perf_counter(), status, body))
+        self.tries.append(tries)
+
+    async def exchange(self, image: int) -> tuple[int, bytes]:
+        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(self.requests[image])
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+            body = await reader.readexactly(length)
+        except (OSError, asyncio.IncompleteReadError):
+            writer.close()
+            return 0, b""
+        self.free.append((reader, writer))
+        return int(head[9:12]), body
+
+
+def measure(replicas: int, rates: Sequence[float], seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+    """Rates one after the other, then as many requests as a few clients get answered in full."""
+    images, labels, errors = sample
+    server, found = OnRay(replicas), dict[str, Any]()
+    pids = {kind: processes(kind) for kind in KINDS}
+    assert len(pids["replicas"]) == replicas and pids["proxy"]
+
+    async def loads() -> None:
+        clients = Trying(server.port, images, deadline, "UINT8")
+        await clients.open_loop(min(rates), 2.0, seed=9)  # warm
+        for rate in rates:
+            before, own = {kind: cpu(each) for kind, each in pids.items()}, time.process_time()
+            sent = await clients.open_loop(rate, seconds, seed=int(rate))
+            row = summary(sent, deadline, labels, errors, True, seconds)
+            row["cpu_ms"] = {kind: 1e3 * (cpu(each) - before[kind]) / len(sent) for kind, each in pids.items()}
+            row["cpu_ms"]["client"] = 1e3 * (time.process_time() - own) / len(sent)
+            found[str(rate)] = row
+            print(replicas, "replicas", rate, json.dumps(row), flush=True)
+        whole = Trying(server.port, images, None, "UINT8")
+        before = {kind: cpu(each) for kind, each in pids.items()}
+        found["saturated"] = {"rate": await whole.saturate(seconds, 4 * replicas)}
+        count = len(whole.sent)
+        found["saturated"]["cpu_ms"] = {kind: 1e3 * (cpu(each) - before[kind]) / count for kind, each in pids.items()}
+        print(replicas, "replicas, all stages", json.dumps(found["saturated"]), flush=True)
+
+    try:
+        asyncio.run(loads())
+    finally:
+        server.end()
+    return found
+
+
+def killed(rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+    """Two replicas; one is killed half-way."""
+    images, labels, errors = sample
+    server = OnRay(2)
+    victim = processes("replicas")[0]
+    clients = Trying(server.port, images, deadline, "UINT8")
+
+    async def load() -> float:
+        await clients.open_loop(rate, 2.0, seed=9)
+        clients.tries.clear()
+        loop, at = asyncio.get_running_loop(), list[float]()
+
+        def kill() -> None:
+            at.append(time.perf_counter())
+            os.kill(victim, signal.SIGKILL)
+
+        loop.call_later(seconds / 2, kill)
+        await clients.open_loop(rate, seconds, seed=1)
+        return at[0]
+
+    try:
+        when = asyncio.run(load())
+        back = len(processes("replicas"))
+    finally:
+        server.end()
+    rows = list(zip(clients.sent, clients.tries, strict=True))
+    once = [each for each, tries in rows if tries == 1]
+    late = [each for each in once if each.came - each.due > deadline]
+    found = {
+        "lost": sum(each.status not in (200, 504) for each, _ in rows),
+        "tried_again": sum(tries > 1 for _, tries in rows),
+        "late_but_those_in_flight_there": len(late),
+        "late_before_the_kill": sum(each.due < when for each in late),
+        "late_sent_s_after_the_kill_and_ms": [
+            (round(each.due - when, 3), round(1e3 * (each.came - each.due), 1)) for each in late
+        ],
+        "latest_ms": 1e3 * max(each.came - each.due for each in once),
+        "no_stage": sum(each.status == 504 for each in once),
+        "replicas_at_the_end": back,
+        **summary(clients.sent, deadline, labels, errors, True, seconds),
+    }
+    print("killed", json.dumps(found), flush=True)
+    return found
+
+
+def scaled(rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+    """One replica, and too much for it: how long until there are two, and what that changes."""
+    images, labels, errors = sample
+    server, when = OnRay(1, 2), list[float]()
+    clients = Clients(server.port, images, deadline, "UINT8")
+
+    async def load() -> tuple[list[Sent], list[Sent]]:
+        async def look() -> None:
+            began = time.perf_counter()
+            while len(processes("replicas")) < 2:
+                await asyncio.sleep(0.5)
+            when.append(time.perf_counter() - began)
+
+        looking = asyncio.ensure_future(look())
+        first = await clients.open_loop(rate, seconds, seed=1)
+        while not looking.done():
+            await clients.open_loop(rate, 2.0, seed=2)
+        await clients.open_loop(rate, seconds, seed=3)  # it starts
+        return first, await clients.open_loop(rate, seconds, seed=1)
+
+    try:
+        first, then = asyncio.run(asyncio.wait_for(load(), 120))
+    finally:
+        server.end()
+    both = {
+        name: summary(sent, deadline, labels, errors, True, seconds) for name, sent in (("one", first), ("two", then))
+    }
+    found = {"seconds_until_a_second_began": when[0], **both}
+    print("scaled", json.dumps(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--deadline", type=float, default=0.05)
+    parser.add_argument("--rates", type=float, nargs="+", default=[25.0, 50.0, 100.0, 200.0])
+    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--kill-rate", type=float, default=40.0, help="0: nothing is killed")
+    parser.add_argument("--kill-deadline", type=float, default=0.2)
+    parser.add_argument("--scale-rate", type=float, default=150.0, help="0: nothing is added")
+    parser.add_argument("--json", default="", help="a file to which the run is added")
+    options = parser.parse_args()
+    stored, runtime = stored_sample("cifar10"), Runtime(NAME, "cpu")
+    spec: Spec = runtime.spec
+    runtime.close()
+    sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)
+    found: dict[str, Any] = {"conditions": vars(options)}
+    found["replicas"] = {
+        str(count): measure(count, options.rates, options.seconds, options.deadline, sample)
+        for count in options.replicas
+    }
+    if options.kill_rate:
+        found["killed"] = killed(options.kill_rate, 2 * options.seconds, options.kill_deadline, sample)
+    if options.scale_rate:
+        found["scaled"] = scaled(options.scale_rate, options.seconds, options.deadline, sample)
+    found["provenance"] = provenance(" ".join(sys.argv), "cpu", time.time)
+    if options.json:
+        file = Path(options.json)
+        runs = json.loads(file.read_text())["runs"] if file.is_file() else []
+        file.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Ray, where it is installed: the cluster of RAY_ADDRESS, the one that runs here, or one for the time being.
+
+In: nothing. Out: the module, and whether a cluster or a connection was begun, which whoever began it ends. Nodes look for
+modules where this process was told to.
+"""
+
+import os
+from typing import Any
+
+from nestling.errors import NestlingError
+
+HANDED_ON = ("PYTHONPATH", "NESTLING_TOKEN")
+
+
+def engine() -> Any:
+    """Ray, if it is installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise NestlingError("--on ray needs Ray, which is not installed; pip install 'nestling[ray]'") from error
+    return ray
+
+
+def connect(ray: Any) -> bool:
+    """See to it that there is a cluster; whether that was not so before, and is to be ended with `ray.shutdown`."""
+    if ray.is_initialized():
+        return False
+    ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False, runtime_env=findable())
+    return True
+
+
+def findable() -> dict[str, Any]:
+    """What processes on nodes are told of this one's environment."""
+    found = {name: os.environ[name] for name in HANDED_ON if os.environ.get(name)}
+    return {"env_vars": found} if found else {}
