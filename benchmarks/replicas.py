@@ -10,6 +10,7 @@ flight there: whose first try failed.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serve import NAME, Clients, Sent, summary
+from load import Clients, Sent
+from serve import NAME, summary
 
 from nestling.export.spec import Spec
 from nestling.runs.open import stored_sample
@@ -81,28 +83,16 @@ class Trying(Clients):
         super().__init__(*given)
         self.tries: list[int] = []
 
-    async def ask(self, image: int, due: float) -> None:
-        status, body, tries = 0, b"", 0
-        while status not in (200, 504) and tries < TRIES:
-            if tries:
-                await asyncio.sleep(0.02 * tries)
-            tries += 1
-            status, body = await self.exchange(image)
-        self.sent.append(Sent(image, due, time.perf_counter(), status, body))
+    async def note(self, image: int, due: float) -> None:
+        found = Sent(image, due, due, 0, b"")
+        for tries in range(1, TRIES + 1):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                found = await self.ask(image, due)
+            if found.status in (200, 504):
+                break
+            await asyncio.sleep(0.02 * tries)
+        self.sent.append(found)
         self.tries.append(tries)
-
-    async def exchange(self, image: int) -> tuple[int, bytes]:
-        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            writer.write(self.requests[image])
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-            body = await reader.readexactly(length)
-        except (OSError, asyncio.IncompleteReadError):
-            writer.close()
-            return 0, b""
-        self.free.append((reader, writer))
-        return int(head[9:12]), body
 
 
 def measure(replicas: int, rates: Sequence[float], seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
@@ -126,7 +116,7 @@ def measure(replicas: int, rates: Sequence[float], seconds: float, deadline: flo
         whole = Trying(server.port, images, None, "UINT8")
         before = {kind: cpu(each) for kind, each in pids.items()}
         found["saturated"] = {"rate": await whole.saturate(seconds, 4 * replicas)}
-        count = len(whole.sent)
+        count = found["saturated"]["rate"] * seconds
         found["saturated"]["cpu_ms"] = {kind: 1e3 * (cpu(each) - before[kind]) / count for kind, each in pids.items()}
         print(replicas, "replicas, all stages", json.dumps(found["saturated"]), flush=True)
 

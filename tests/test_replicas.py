@@ -241,6 +241,13 @@ def test_replicas_follow_the_share_of_requests_below_their_best_stage(
     assert enough(SimpleNamespace(current_num_replicas=now, aggregated_metrics=None))[0] == now
 
 
+def test_a_replica_has_answered_before_others_ask(beside: Beside) -> None:
+    replica = beside.replicas["two"]
+    before = replica.server.model().stages.busy
+    asyncio.run(replica.warm())
+    assert replica.server.model().stages.busy > before and not replica.service.metrics.count()
+
+
 def test_a_replica_tells_ray_how_it_fares(beside: Beside) -> None:
     replica = beside.replicas["two"]
     replica.check_health()

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from nestling.runtime.prompt import Promptly
 from nestling.serve.grpc import UNARY
 from nestling.serve.http import application
 from nestling.serve.listen import Place
+from nestling.serve.metrics import Metrics
 from nestling.serve.proxied import (
     PASSED,
     SERVICER,
@@ -38,7 +40,7 @@ from nestling.serve.proxied import (
     whole,
 )
 from nestling.serve.server import Server, split
-from nestling.serve.service import Service, read_token
+from nestling.serve.service import INPUT, Service, read_token
 from nestling.serve.traces import exported
 from nestling.serve.way import ProxyWay
 
@@ -104,6 +106,7 @@ def deployment(what: Replicated) -> Any:
 
         async def __serve_build_asgi_app__(self) -> ASGIApp:
             await self.hold(self.name)
+            await self.warm()
             return self.begin()
 
     scaling: dict[str, Any] = {"num_replicas": what.replicas}
@@ -229,6 +232,17 @@ class Replica:
         self.http = application(self.service, (), InferThere(self.service, self.name, self.there))
         self.looked, self.worked = self.server.clock(), 0.0
         self.others: Any = None
+
+    async def warm(self) -> None:
+        """Answer once before others ask: what is done for the first time takes longer."""
+        for name, model in self.server.models.items():
+            shape = (1, *model.spec.shape)
+            tensor = {"name": INPUT, "shape": shape, "datatype": "FP32", "data": [0.0] * prod(shape)}
+            path, headers = f"/v2/models/{name}/infer", [(b"authorization", f"Bearer {self.service.token}".encode())]
+            scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+            async for _ in self.passed_http(scope, json.dumps({"inputs": [tensor]}).encode()):
+                pass
+        self.service.metrics = Metrics(self.server)
 
     def begin(self) -> ASGIApp:
         """In the event loop that answers."""
