@@ -104,8 +104,8 @@ def joined_to(sketch: Sketch, early: NestedNet, reads: bool, net: str) -> Extend
     ):
         if mine != theirs:
             raise NestlingError(f"{net}: the early stages have {what} {theirs}, the module {mine}; expected the same")
-    classifier = tail_of(sketch, net)[0].name
-    plan = beside(early.plan, own.plan, reads, alone=(classifier,))
+    classifiers = [node.name for node in tail_of(sketch, net) if node.op.weighted]
+    plan = beside(early.plan, own.plan, reads, alone=classifiers)
     parts: dict[str, nn.Module] = {n.name: own.layer(n.name) for n in own.plan.nodes if n.op.layered}
     parts |= {f"{EARLY}.{n.name}": early.layer(n.name) for n in early.plan.nodes if n.op.layered}
     made = Extended(plan, {n.name: parts[n.name] for n in plan.nodes if n.op.given})

@@ -7,16 +7,20 @@ needs torch before something is computed.
 from nestling.nets.ops.attention import Scores, Weigh
 from nestling.nets.ops.batchnorm import BatchNorm
 from nestling.nets.ops.cat import Cat
+from nestling.nets.ops.computed import Computed
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.conv1d import Conv1d
 from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
 from nestling.nets.ops.flatten import Flatten
 from nestling.nets.ops.groupnorm import GroupNorm
+from nestling.nets.ops.headwise import Headwise
 from nestling.nets.ops.input import Input
+from nestling.nets.ops.join import Join
 from nestling.nets.ops.layernorm import LayerNorm
 from nestling.nets.ops.linear import Linear
 from nestling.nets.ops.map import Map
 from nestling.nets.ops.mean import Mean
+from nestling.nets.ops.merge import Merge
 from nestling.nets.ops.module import Module
 from nestling.nets.ops.opaque import Opaque
 from nestling.nets.ops.operation import Operation
@@ -32,14 +36,18 @@ __all__ = [
     "OPS",
     "BatchNorm",
     "Cat",
+    "Computed",
     "Conv",
     "Flatten",
     "GroupNorm",
+    "Headwise",
     "Input",
+    "Join",
     "LayerNorm",
     "Linear",
     "Map",
     "Mean",
+    "Merge",
     "Module",
     "Opaque",
     "Operation",
@@ -68,14 +76,18 @@ OPS: dict[str, type[Operation]] = {
     "mean": Mean,
     "module": Module,
     "scale": Scale,
+    "computed": Computed,
     "opaque": Opaque,
     "zip": Zip,
     "select": Select,
     "cat": Cat,
+    "join": Join,
     "flatten": Flatten,
     "rearrange": Rearrange,
     "scores": Scores,
     "weigh": Weigh,
+    "headwise": Headwise,
+    "merge": Merge,
     "tokens": Tokens,
     "pixellinear": PixelLinear,
 }

@@ -85,9 +85,11 @@ class Scale(Operation):
         return value.index_select(at, rows.to(value.device)) if moves else value
 
     def freeze(self, layer: Any, cut: Cut | None, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
-        """A scale and a shift, in float64 until they are folded into a neighbour; a number for every pixel stays as it is."""
         assert cut is not None
-        number = layer.weight.detach().cpu()[cut.rows]
+        return self.frozen(layer.weight.detach().cpu()[cut.rows], out, reads, shape)
+
+    def frozen(self, number: Tensor, out: str, reads: tuple[str, ...], shape: Extent) -> list[Op]:
+        """A scale and a shift, in float64 until they are folded into a neighbour; a number for every pixel stays as it is."""
         if self.pixels:
             return [Op(self, out, reads, shape, own(number))]
         number = number.double()

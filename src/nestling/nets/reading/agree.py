@@ -199,16 +199,19 @@ class Both:
 
     def used(self) -> set[int]:
         """The module's tensors that have a place in the nest."""
-        layers = self.sketch.layers.values()
-        held = [t for layer in layers for t in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))]
+        held = [tensor for name in self.sketch.layers for _, tensor in self.held(name)]
         return {id(self.twins[id(tensor)]) for tensor in held if id(tensor) in self.twins}
+
+    def held(self, name: str) -> list[tuple[str, Tensor]]:
+        """The tensors of a layer of the sketch; of somebody's own module those below it, too."""
+        layer, below = self.sketch.layers[name], self.sketch.nodes[name].op.given
+        return [*layer.named_parameters(recurse=below), *layer.named_buffers(recurse=below)]
 
     def by_name(self, what: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Something of the module's tensors, by the names of the one-stage form's."""
         found: dict[str, Tensor] = {}
         for name, origin in self.made.origins.items():
-            layer = self.sketch.layers[origin]
-            for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            for key, tensor in self.held(origin):
                 if id(tensor) in self.twins:
                     value = what(self.twins[id(tensor)])
                     node = self.made.plan.by_name.get(name)
@@ -217,8 +220,8 @@ class Both:
 
     def is_one_slope(self, key: str) -> bool:
         name, _, tensor = key.rpartition(".")
-        held: Tensor = getattr(self.sketch.layers[self.made.origins[name]], tensor)
-        return held.numel() == 1
+        held = getattr(self.sketch.layers.get(self.made.origins.get(name, "")), tensor, None)
+        return isinstance(held, Tensor) and held.numel() == 1
 
     def check(self, what: str, mine: Tensor, theirs: Tensor, case: Case, floor: float = 0.0) -> None:
         if mine.shape != theirs.shape:

@@ -17,11 +17,11 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Growth
 from nestling.nets.extended import Extended
 from nestling.nets.net import NestedNet, cut_state, follow
-from nestling.nets.ops import Select
+from nestling.nets.ops import Select, Zip
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading.sketch import Sketch
-from nestling.nets.reading.ties import give_births
+from nestling.nets.reading.ties import give_births, put_off
 from nestling.nets.settle import settle
 
 
@@ -113,22 +113,24 @@ def fitted(sketch: Sketch, heads: list[str]) -> tuple[Sketch, dict[str, str]]:
 
 
 def tail_of(sketch: Sketch, net: str) -> list[Node]:
-    """The classifier and what follows it: the last convolution or linear layer, then one channel-by-channel chain."""
-    readers: dict[str, int] = {}
-    for node in sketch.nodes.values():
-        for name in node.reads:
-            readers[name] = readers.get(name, 0) + 1
-    tail = [sketch.nodes[sketch.output]]
-    while not tail[0].op.weighted:
-        node = tail[0]
-        if not node.op.tail:
+    """The classifier and what follows it channel by channel: the last convolution or linear layer. Or several of them, whose
+    answers are added or the like."""
+    found: dict[str, Node] = {}
+    open_ends = [sketch.output]
+    while open_ends:
+        node = sketch.nodes[open_ends.pop()]
+        several = isinstance(node.op, Zip) and len({*node.reads}) > 1
+        if not (node.op.weighted or node.op.tail or several):
             raise NestlingError(
                 f"{net}: cannot nest it: its answer comes out of {node.name} ({node.op.kind}), not of one classifier. "
-                "Expected a last linear layer or convolution, with nothing but pooling and the like after it."
+                "Expected a last linear layer or convolution, or a sum of several, and nothing but pooling and the like after it."
             )
-        tail.insert(0, sketch.nodes[node.reads[0]])
-    shared = [node.name for node in tail[:-1] if readers[node.name] > 1] + [n.name for n in tail if n.op.grouped]
-    shared += [n.name for n in tail if n.shares] + [n.shares for n in sketch.nodes.values() if n.shares in names(tail)]
+        found[node.name] = node
+        open_ends += () if node.op.weighted else node.reads
+    tail = [node for name, node in sketch.nodes.items() if name in found]
+    shared = [r for node in sketch.nodes.values() if node.name not in found for r in node.reads if r in found]
+    shared += [n.name for n in tail if n.op.grouped or n.shares]
+    shared += [n.shares for n in sketch.nodes.values() if n.shares in found]
     if shared:
         raise NestlingError(
             f"{net}: cannot nest it: {shared[0]} belongs to the classifier but is grouped, shared or read elsewhere, so that it "
@@ -137,52 +139,77 @@ def tail_of(sketch: Sketch, net: str) -> list[Node]:
     return tail
 
 
-def names(nodes: list[Node]) -> set[str]:
-    return {node.name for node in nodes}
-
-
 def planned(
     sketch: Sketch, growth: Growth, uneven: bool, net: str
 ) -> tuple[Plan, dict[str, nn.Module], dict[str, str]]:
     """The plan of the nest before it is settled, the layer that each of its nodes is made from, and that layer's node."""
     tail = tail_of(sketch, net)
-    ends = names(tail)
+    ends = {node.name for node in tail}
     for name, words in sketch.mixing.items():
         if name not in ends:
             raise NestlingError(f"{net}: cannot nest {words}.")
-    body = [node for node in sketch.nodes.values() if node.name not in ends]
-    nodes = give_births(body, growth, uneven, net)
-    source = next(node for node in nodes if node.name == tail[0].reads[0])
-    layers = dict(sketch.layers)
-    origins = {name: name for name in layers}
-    heads = []
-    for stage in range(1, growth.stages + 1):
+    body = give_births([n for n in sketch.nodes.values() if n.name not in ends], growth, uneven, net)
+    while True:
+        made = Heads(sketch, tail, body, growth, net)
+        later = put_off(body, made.needed(), growth, uneven) if growth.stages > 1 else body
+        if later == body:
+            return made.plan, made.layers, made.origins
+        body = later
+
+
+class Heads:
+    """The plan of a body with births and of one copy of the tail for every stage."""
+
+    def __init__(self, sketch: Sketch, tail: list[Node], body: list[Node], growth: Growth, net: str) -> None:
+        self.sketch, self.tail, self.net = sketch, tail, net
+        self.body, self.nodes = {node.name: node for node in body}, list(body)
+        self.layers = dict(sketch.layers)
+        self.origins = {name: name for name in self.layers}
+        heads = tuple(self.head(stage) for stage in range(1, growth.stages + 1))
+        self.plan = Plan(net, tuple(self.nodes), heads, growth.sizes)
+
+    def head(self, stage: int) -> str:
+        """The answer of a stage."""
+        made: dict[str, str] = {}
+        for node in self.tail:
+            made[node.name] = name = f"head{stage}.{node.name}"
+            if node.name in self.sketch.layers:
+                self.layers[name], self.origins[name] = copy.deepcopy(self.sketch.layers[node.name]), node.name
+            if node.op.weighted:
+                reads: tuple[str, ...] = (self.classifier(node, name, stage),)
+            else:
+                reads = tuple(made[read] for read in node.reads)
+            births = (stage,) * node.channels
+            self.nodes.append(replace(node, name=name, reads=reads, births=births))
+        return made[self.sketch.output]
+
+    def classifier(self, node: Node, name: str, stage: int) -> str:
+        """What a classifier reads: the channels born by its stage, for which its weights are cut."""
+        source = self.body[node.reads[0]]
         live = tuple(c for c, birth in enumerate(source.births) if birth <= stage)
         if not live:
             raise NestlingError(
-                f"{net}: cannot nest {tail[0].name}: none of the channels it reads ({source.name}) is born by stage {stage}. "
+                f"{self.net}: cannot nest {node.name}: none of the channels it reads ({source.name}) is born by stage {stage}. "
                 "Something before it takes whole stripes away."
             )
-        last = source.name
-        if len(live) < source.channels:
-            last = f"head{stage}.take"
-            while last.partition(".")[2] in ends:
-                last += "_"
-            births = tuple(source.births[c] for c in live)
-            nodes.append(Node(last, Select(live, axis=source.op.axis), (source.name,), births, source.size))
-        for node in tail:
-            made = f"head{stage}.{node.name}"
-            nodes.append(replace(node, name=made, reads=(last,), births=(stage,) * node.channels))
-            if node.name in sketch.layers:
-                layers[made], origins[made] = copy.deepcopy(sketch.layers[node.name]), node.name
-            if node is tail[0]:
-                weight: Any = sketch.layers[node.name].weight
-                assert isinstance(node.op, WeightedOp)
-                some = node.op.reading(weight.detach(), torch.tensor(live))
-                layers[made].weight = nn.Parameter(some, weight.requires_grad)
-            last = made
-        heads.append(last)
-    return Plan(net, tuple(nodes), tuple(heads), growth.sizes), layers, origins
+        weight: Any = self.sketch.layers[node.name].weight
+        assert isinstance(node.op, WeightedOp)
+        self.layers[name].weight = nn.Parameter(
+            node.op.reading(weight.detach(), torch.tensor(live)), weight.requires_grad
+        )
+        if len(live) == source.channels:
+            return source.name
+        taken = f"head{stage}.take"
+        while taken in {each.name for each in self.nodes} or taken.partition(".")[2] in self.sketch.nodes:
+            taken += "_"
+        births = tuple(source.births[c] for c in live)
+        self.nodes.append(Node(taken, Select(live, axis=source.op.axis), (source.name,), births, source.size))
+        return taken
+
+    def needed(self) -> dict[str, tuple[int, ...]]:
+        """Of each channel of the body, the first stage whose answer needs it; 0 where none does."""
+        owners = self.plan.owners
+        return {name: tuple((bits & -bits).bit_length() for bits in owners[name]) for name in self.body}
 
 
 def weights(plan: Plan, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -4,16 +4,19 @@ In: a traced product of two tensors whose layouts say which dimensions are heads
 `Scores` and `Weigh`; what is between them is pointwise. A product of other tensors is refused.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from nestling.nets.ops import Linear, Module, Scores, Select, Weigh
+from nestling.nets.ops import Computed, Headwise, Linear, Module, Scores, Select, Weigh
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
-from nestling.nets.reading.layout import Arrangement, Factor
+from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of
+from nestling.nets.reading.numbers import numbers_beside
+from nestling.nets.reading.recorded import work
 from nestling.nets.reading.trace import BATCHES, path_of
 from nestling.nets.reading.turn import Mover
 
@@ -51,6 +54,7 @@ class Attend(Mover):
 
     def scores(self, node: fx.Node, q: Arrangement, k: Arrangement, scale: float) -> Arrangement:
         """Both as (.., tokens, channels of a head); gives (.., tokens, tokens)."""
+        q, k = q.with_side(-2), k.with_side(-2)
         lead = self.check_lead(node, q, k)
         (one, q), (other, k) = self.made(node, q, "last"), self.made(node, k, "last")
         other = self.another(node, other, one)
@@ -67,10 +71,11 @@ class Attend(Mover):
         batch = next(f for dim in q.dims for f in dim if f.kind == "batch")
         base = ((batch,), (Factor("channel", count),), *(dim for dim in pixels if dim), queries, keys)
         index = torch.arange(count).view([f.size for f in heads])
-        return Arrangement(name, 1, base, (*dims, queries, keys), index)
+        return Arrangement(name, 1, base, (*dims, queries, keys), index).bare
 
     def weigh(self, node: fx.Node, looks: Arrangement, values: Arrangement) -> Arrangement:
         """(.., tokens, tokens) and (.., tokens, channels of a head) to (.., tokens, channels of a head)."""
+        looks, values = looks.with_side(-2).with_side(-1), values.with_side(-2)
         lead = self.check_lead(node, looks, values)
         name, looks = self.made(node, looks, "first")
         read, values = self.made(node, values, "last")
@@ -79,14 +84,13 @@ class Attend(Mover):
         dims = (*(values.dims[d] for d in lead), looks.dims[-2], values.dims[-1])
         pixels = [tuple(f for f in dim if f.kind == "pixel") for dim in values.base[1:-1]]
         base = (values.base[0], *pixels[:-1], looks.dims[-2], values.base[-1])
-        return Arrangement(made, rank, base, dims, values.index)
+        return Arrangement(made, rank, base, dims, values.index).bare
 
     def check_lead(self, node: fx.Node, one: Arrangement, other: Arrangement) -> list[int]:
         """The dimensions of images, windows and heads, which must be the same for both."""
         lead = list(range(len(one.dims) - 2))
-        alike = all([(f.kind, f.size) for f in one.dims[d]] == [(f.kind, f.size) for f in other.dims[d]] for d in lead)
-        last = [each.dims[-2] for each in (one, other)]
-        if not alike or not any(f.kind == "batch" for d in lead for f in one.dims[d]) or not all(last):
+        alike = all(sides_of(one.dims[d]) == sides_of(other.dims[d]) for d in lead)
+        if not alike or not any(f.kind == "batch" for d in lead for f in one.dims[d]):
             self.refuse(node, PRODUCT.format(one.shape, other.shape))
         return lead
 
@@ -103,9 +107,12 @@ class Attend(Mover):
         """torch's scaled_dot_product_attention."""
         words = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         given, evaluated = (self.given(n, *words) for n in (node, self.trace.twins[node][0]))
-        if given.get("attn_mask") is not None or given.get("is_causal") or given.get("enable_gqa"):
+        mask = given.get("attn_mask")
+        if given.get("is_causal") or given.get("enable_gqa"):
+            self.refuse(node, "causal attention and grouped queries in torch's fused form are not nested")
+        if mask is not None and (self.is_known(mask) or not self.values[mask].is_floating_point()):
             self.refuse(
-                node, "attention with a mask in torch's fused form is not nested; add the mask to q k^T instead"
+                node, "its mask is true or false, or follows from the image; only numbers added to q k^T are nested"
             )
         if evaluated.get("dropout_p"):
             self.refuse(node, "it drops in evaluation, too")
@@ -114,17 +121,69 @@ class Attend(Mover):
             self.refuse(node, "attention is taken as it was recorded")
         scale = given.get("scale")
         scale, drop = q.shape[-1] ** -0.5 if scale is None else scale, given.get("dropout_p") or 0.0
-        self.layouts_or_name(node, self.attention(node, (q, k, v), scale, drop))
+        self.layouts_or_name(node, self.attention(node, (q, k, v), scale, drop, mask))
 
     def attention(
-        self, node: fx.Node, tensors: tuple[Arrangement, Arrangement, Arrangement], scale: float, drop: float
+        self,
+        node: fx.Node,
+        tensors: tuple[Arrangement, Arrangement, Arrangement],
+        scale: float,
+        drop: float,
+        mask: fx.Node | None = None,
     ) -> Arrangement:
         q, k, v = tensors
         training = self.module.get_submodule(path_of(node)).training
-        looks = self.pixelwise(node, self.scores(node, q, k, scale), nn.Softmax(-1), "softmax")
+        looks = self.scores(node, q, k, scale)
+        looks = looks if mask is None else self.beside(node, looks, mask, "add")
+        looks = self.pixelwise(node, looks, nn.Softmax(-1), "softmax")
         if drop:
             looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
         return self.weigh(node, looks, v)
+
+    def beside(
+        self, node: fx.Node, layout: Arrangement, constant: fx.Node, function: str, before: bool = False
+    ) -> Arrangement:
+        """A tensor and numbers that the module computes from its own."""
+        read, layout = self.made(node, layout)
+        piece, pixels = numbers_beside(self, node, constant, layout)
+        held = sum(p.numel() for p in piece.parameters())
+        op, source = (
+            Computed(function, pixels, before, held, work(piece, []), axis=layout.axis),
+            self.sketch.nodes[read],
+        )
+        name = self.fresh(self.inside(node, "numbers"))
+        self.sketch.layers[name] = piece
+        self.put(Node(name, op, (read,), source.births, op.size([source])))
+        return replace(layout, name=name)
+
+    def headwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement | None:
+        """A module over the last dimension, all channels of each head; None if that dimension is something else."""
+        last, all_of = layout.dims[-1], channel_factors(layout.dims)
+        if (
+            self.whole
+            or not last
+            or not layout.holds(len(layout.dims) - 1, "channel")
+            or all_of[-len(last) :] != [*last]
+        ):
+            return None
+        read, layout = self.made(node, layout, "last")
+        width, source = layout.shape[-1], self.sketch.nodes[read]
+        op = Headwise(source.channels // width, width, sum(p.numel() for p in layer.parameters()), axis=layout.axis)
+        name = self.fresh(self.inside(node, word)) if node.op != "call_module" else self.name(node)
+        if own(self, node, name, layer, op):
+            self.refuse(node, "it serves several places; give each a layer of its own")
+        return replace(layout, name=self.put(Node(name, op, (read,), source.births, source.size)))
+
+    def over_pixels(
+        self, node: fx.Node, layout: Arrangement, dim: int, make: Callable[[int], nn.Module], word: str
+    ) -> Arrangement | None:
+        """A module over one dimension of pixels; None if that dimension is something else."""
+        dim %= len(layout.dims)
+        if self.whole or not layout.dims[dim] or not layout.holds(dim, "pixel"):
+            return None
+        layout = self.made(node, layout, "first")[1]
+        before = sum(any(f.kind == "pixel" for f in each) for each in layout.dims[:dim])
+        return self.pixelwise(node, layout, make(2 + before), word)
 
     def pixelwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement:
         """A module over what each channel of a node is, which keeps its shape."""

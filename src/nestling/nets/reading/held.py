@@ -4,6 +4,7 @@ In: a traced operation and the page it belongs on. Out: a constant; the layer th
 for; which node first used a layer's weights. A refusal where births could not cut them. Nodes are pen.py's.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from nestling.nets.reading.trace import attribute
 from nestling.nets.reading.vocabulary import METHODS, SHAPING
 
 
-def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str]:
-    """A parameter or buffer that was only brought into shape, with its path; or what is computed from buffers alone."""
+def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str] | None:
+    """A parameter or buffer that was only brought into shape, with its path; or what is computed from buffers alone. None where
+    parameters are computed with, which births cannot cut."""
     source = constant
-    while source.op != "get_attr" and METHODS.get(source.target, source.target) in SHAPING:
+    while source.op != "get_attr" and is_shaping(page, source):
         source = source.all_input_nodes[0]
     if source.op == "get_attr":
         try:
-            return attribute(page.module, str(source.target)), str(source.target)
+            return page.trace.held(str(source.target)), str(source.target)
         except AttributeError:
             page.refuse(node, "it reads a tensor that is made while running; keep it as a buffer")
     recorder = Recorder(page.trace, {}, {})
@@ -36,9 +38,16 @@ def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, s
     except Unknown as error:
         page.refuse(node, str(error))
     if any(p.requires_grad for p in recorder.piece.parameters()):
-        page.refuse(node, "its constant is computed from parameters while running, so it cannot be cut by births")
+        return None
     with torch.no_grad():
         return recorder.piece().detach(), ""
+
+
+def is_shaping(page: Page, node: fx.Node) -> bool:
+    """Whether an operation leaves all numbers of a constant as they are."""
+    base = METHODS.get(node.target, node.target)
+    whole = base is not operator.getitem or page.values[node].numel() == page.values[node.all_input_nodes[0]].numel()
+    return base in SHAPING and whole
 
 
 def own(page: Page, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:

@@ -6,6 +6,7 @@ and shuffled channels are followed without computing anything, until `arranged` 
 the table of channels.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -79,6 +80,15 @@ class Arrangement:
         """The same factors in another order."""
         old, new = channel_factors(self.dims), channel_factors(dims)
         return replace(self, dims=dims, index=self.index.permute([old.index(f) for f in new]))
+
+    def with_side(self, dim: int) -> "Arrangement":
+        """The same where a dimension that is a single pixel, of which nothing is known, is a side of its own."""
+        if self.dims[dim]:
+            return self
+        one = (Factor("pixel", 1),)
+        dims = [*self.dims]
+        dims[dim] = one
+        return replace(self, base=((*self.base[0], *one), *self.base[1:]), dims=tuple(dims))
 
     def reshaped(self, shape: Sequence[int]) -> "Arrangement | None":
         """Factors gathered into other dimensions, and cut in two where a dimension ends inside one."""
@@ -179,12 +189,46 @@ class Arrangement:
         made = Arrangement(self.name, axis, base, self.dims, torch.arange(len(flat)).view(self.index.shape))
         return tuple(flat.tolist()), move, made
 
+    @property
+    def bare(self) -> "Arrangement":
+        """The same without sides of a single pixel, of which nothing need be known."""
+        base, dims = (
+            tuple(tuple(f for f in dim if f.kind != "pixel" or f.size > 1) for dim in each)
+            for each in (self.base, self.dims)
+        )
+        return replace(self, base=base, dims=dims)
+
+    @property
+    def merged(self) -> "tuple[int, bool] | None":
+        """The dimension in which pixels stand before (True) or behind all channels, if that is all that is not plain."""
+        [*places] = self.channel_dims
+        if len(places) != 1 or not places[0] or [f.kind for f in self.dims[0]] != ["batch"]:
+            return None
+        kinds = [f.kind for f in self.dims[places[0]]]
+        others = all(self.holds(d, "pixel") for d in range(1, len(self.dims)) if d != places[0])
+        if not others or "batch" in kinds or kinds not in (sorted(kinds), sorted(kinds, reverse=True)):
+            return None
+        return places[0], kinds[0] == "pixel"
+
+    def unmerged(self) -> "Arrangement":
+        """The same before these pixels became one dimension with the channels."""
+        assert self.merged is not None
+        place, outer = self.merged
+        dim = self.dims[place]
+        parts = (tuple(f for f in dim if f.kind == "pixel"), tuple(f for f in dim if f.kind == "channel"))
+        return replace(self, dims=(*self.dims[:place], *(parts if outer else parts[::-1]), *self.dims[place + 1 :]))
+
 
 CHANNELS = Factor("channel", 0)  # all of a node's, wherever they stand
 
 
 def size_of(dim: Sequence[Factor]) -> int:
     return prod(factor.size for factor in dim)
+
+
+def sides_of(dim: Sequence[Factor]) -> list[tuple[str, int]]:
+    """What a dimension is made of, neighbours of one kind as one."""
+    return [(kind, prod(f.size for f in some)) for kind, some in itertools.groupby(dim, key=lambda f: f.kind)]
 
 
 def channel_factors(dims: Dims) -> list[Factor]:

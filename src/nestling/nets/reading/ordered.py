@@ -17,6 +17,7 @@ from nestling.nets.ops import (
     BatchNorm,
     Cat,
     Flatten,
+    Join,
     LayerNorm,
     Map,
     Mean,
@@ -33,6 +34,7 @@ from nestling.nets.reading.sketch import Sketch
 
 EACH = (
     BatchNorm,
+    Join,
     LayerNorm,
     Map,
     Mean,

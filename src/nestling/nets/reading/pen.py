@@ -13,13 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
-from nestling.nets.ops import Cat, LayerNorm, Linear, Module, Opaque, Operation, PixelLinear, Scale, Tokens, Zip
+from nestling.nets.ops import (
+    BatchNorm,
+    Cat,
+    Join,
+    LayerNorm,
+    Linear,
+    Module,
+    Opaque,
+    Operation,
+    PixelLinear,
+    Scale,
+    Tokens,
+    Zip,
+)
 from nestling.nets.ops.calls import Call, DropPath, spelled
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
 from nestling.nets.reading.attend import Attend
 from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
-from nestling.nets.reading.layout import Arrangement
+from nestling.nets.reading.layout import Arrangement, sides_of
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import STRANGE, UNPLAIN
@@ -54,18 +67,38 @@ class Pen(Attend):
         self.layouts[node] = replace(layout, name=name)
 
     def softmax(self, node: fx.Node, dim: int) -> bool:
-        """Over pixels, as in attention; what is over channels is somebody else's business."""
+        """Over pixels, as in attention, or over the channels of each head; what is over all channels is not nested."""
+        return self.within(node, dim, lambda at: nn.Softmax(at), "softmax")
+
+    def normalize(self, node: fx.Node) -> bool:
+        """The same for vectors of length one."""
+        given = self.given(node, "input", "p", "dim", "eps")
+        rest: dict[str, Any] = {key: value for key, value in given.items() if key in ("p", "eps")}
+        return self.within(
+            node, given.get("dim", 1), lambda at: Call(F.normalize, 0, (None,), {**rest, "dim": at}), "normalized"
+        )
+
+    def within(self, node: fx.Node, dim: int, make: Callable[[int], nn.Module], word: str) -> bool:
+        """What keeps the shape of a tensor and works along one dimension, if that is pixels or the channels of heads."""
         source = node.all_input_nodes[0]
-        if self.whole or not self.is_known(source):
+        if self.whole or not self.is_known(source) or type(dim) is not int:
             return False
         layout = self.layout_of(node, source)
-        last = len(layout.dims) - 1
-        if dim % len(layout.dims) != last or not layout.dims[last] or layout.dims[last] != layout.base[-1]:
-            return False
-        if not layout.holds(last, "pixel"):
-            return False
-        self.map(node, nn.Softmax(-1))
-        return True
+        rank, heads = len(layout.dims), len(layout.channel_dims) > 1
+        if (
+            dim % rank == rank - 1
+            and layout.dims[-1]
+            and layout.dims[-1] == layout.base[-1]
+            and layout.holds(-1, "pixel")
+        ):
+            self.map(node, make(-1))
+            return True
+        made = self.over_pixels(node, layout, dim, make, word)
+        if made is None and heads and dim % rank == rank - 1:
+            made = self.headwise(node, layout, make(-1), word)
+        if made is not None:
+            self.layouts_or_name(node, made)
+        return made is not None
 
     def pointwise(self, node: fx.Node, function: Callable[..., Any]) -> None:
         """A function of one tensor and constants."""
@@ -96,7 +129,7 @@ class Pen(Attend):
     def zip_everywhere(self, node: fx.Node, function: str, tensors: list[fx.Node]) -> None:
         """Two tensors of the same layout."""
         (one, mine), (other, theirs) = (self.made(node, self.layout_of(node, tensor)) for tensor in tensors)
-        sides = [[[(f.kind, f.size) for f in dim] for dim in each.dims] for each in (mine, theirs)]
+        sides = [[sides_of(dim) for dim in each.dims] for each in (mine, theirs)]
         if sides[0] != sides[1] or self.sketch.nodes[one].size != self.sketch.nodes[other].size:
             self.refuse(
                 node, f"it combines tensors of shapes {mine.shape} and {theirs.shape} whose channels stand differently"
@@ -105,38 +138,62 @@ class Pen(Attend):
         self.layouts[node] = replace(mine, name=name)
 
     def scale(self, node: fx.Node, function: str) -> None:
-        """A tensor and a parameter or buffer with a number for every channel, or with one for all."""
+        """A tensor and numbers of the module's own: a number for every channel, or one for all, is a parameter or buffer cut by
+        births; whatever else is computed from its parameters and buffers stays whole."""
         one, other = (a for a in node.args[:2] if isinstance(a, fx.Node))
-        tensor, constant = (one, other) if one in self.names else (other, one)
-        read, shape, rank = self.names.get(tensor), tuple(self.values[constant].shape), self.values[tensor].dim()
-        if not isinstance(read, str) or node.kwargs or len(node.args) > 2:
+        tensor, constant = (one, other) if self.is_known(one) else (other, one)
+        if not self.is_known(tensor) or node.kwargs or len(node.args) > 2:
             self.refuse(
                 node, "it combines what was computed from the image with a constant in a way that is not nested"
             )
-        if function not in ("add", "sub", "mul", "div") or (tensor is other and function in ("sub", "div")):
+        if function not in ("add", "sub", "mul", "div"):
             self.refuse(node, f"{function} of a constant and a tensor is not nested")
-        wide, axis, size = (1,) * (rank - len(shape)) + shape, self.axis(read), self.sketch.nodes[read].size
+        read = self.names.get(tensor)
+        backwards = tensor is other and function in ("sub", "div")
+        cut = None if backwards or not isinstance(read, str) else self.numbers_cut(node, constant, read)
+        if cut is not None and isinstance(read, str):
+            self.enter_numbers(node, read, function, constant, *cut)
+        elif self.whole:
+            self.refuse(node, "it is taken as it was recorded")
+        else:
+            self.layouts_or_name(node, self.beside(node, self.layout_of(node, tensor), constant, function, backwards))
+
+    def numbers_cut(self, node: fx.Node, constant: fx.Node, read: str) -> tuple[Tensor, str, tuple[int, ...]] | None:
+        """A parameter or buffer that births can cut, its path, and the sides of each channel's numbers."""
+        shape, axis, size = tuple(self.values[constant].shape), self.axis(read), self.sketch.nodes[read].size
+        wide = (1,) * (len(size) + 2 - len(shape)) + shape
         sides = (*wide[1:axis], *wide[axis + 1 :])
-        if len(shape) > rank or wide[0] != 1 or wide[axis] not in (1, self.channels(read)) or not fits(sides, size):
-            self.refuse(
-                node, f"its constant has the shape {shape}; expected a number for every channel, or one for all"
-            )
+        plain = len(wide) == len(size) + 2 and wide[0] == 1 and wide[axis] in (1, self.channels(read))
+        found = constant_of(self, node, constant) if plain and fits(sides, size) else None
+        if found is None:
+            return None
         pixels = sides if any(side > 1 for side in sides) else ()
-        held, path = constant_of(self, node, constant)
+        held, path = found
+        whole = (1,) * (len(wide) - held.dim()) + tuple(held.shape) == wide and wide[axis] == self.channels(read)
+        if pixels and isinstance(held, nn.Parameter) and not whole:
+            return None
+        return held if not pixels or isinstance(held, nn.Parameter) else held.reshape(wide), path, pixels
+
+    def enter_numbers(
+        self,
+        node: fx.Node,
+        read: str,
+        function: str,
+        constant: fx.Node,
+        held: Tensor,
+        path: str,
+        pixels: tuple[int, ...],
+    ) -> None:
         layer, learnt = nn.Module(), isinstance(held, nn.Parameter)
         layer.register_parameter("weight", held) if isinstance(held, nn.Parameter) else layer.register_buffer(
             "weight", held
         )
         layer.training = self.module.get_submodule(path_of(node)).training
         self.holders[node] = path.rpartition(".")[0] if learnt else ""
-        if pixels and wide[axis] != self.channels(read) and learnt:
-            self.refuse(
-                node, f"its parameter has the shape {shape}, the same numbers for every channel; expected each its own"
-            )
-        op, name = Scale(function, learnt, pixels, axis=axis), self.name(node)
+        op, name = Scale(function, learnt, pixels, axis=self.axis(read)), self.name(node)
         shares = own(self, node, name, layer, op)
         self.same(node, read)
-        self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node, axis), shares))
+        self.add(node, Node(name, op, (read,), (0,) * self.channels(read), self.size(node, op.axis), shares))
 
     def layer(self, node: fx.Node, read: str, layer: nn.Module, kind: type[Operation]) -> None:
         """A layer with parameters, by the operation that knows it."""
@@ -166,6 +223,15 @@ class Pen(Attend):
 
     def layer_everywhere(self, node: fx.Node, source: fx.Node, layer: Any, kind: type[Operation]) -> None:
         """A linear layer or a norm over the last dimension, where that is all channels, of windows or parts."""
+        if kind is BatchNorm:
+            self.batch_norm_everywhere(node, source, layer)
+            return
+        if kind is LayerNorm and len(self.layout_of(node, source).channel_dims) > 1:
+            made = self.headwise(node, self.layout_of(node, source), layer, "norm")
+            if made is not None and tuple(layer.normalized_shape) == made.shape[-1:]:
+                self.layouts[node] = made
+                return
+            self.refuse(node, UNPLAIN.format(self.shape(source)))
         read, layout = self.made(node, self.layout_of(node, source), "last")
         last = len(layout.dims) - 1
         if kind not in (Linear, LayerNorm) or layout.channel_dims != [last] or not layout.holds(last, "channel"):
@@ -180,6 +246,21 @@ class Pen(Attend):
         made = Arrangement.of(self.sketch.nodes[name], BATCHES[0])
         dims = (*layout.dims[:-1], made.base[-1])
         self.layouts[node] = replace(made, base=(*layout.base[:-1], made.base[-1]), dims=dims)
+
+    def batch_norm_everywhere(self, node: fx.Node, source: fx.Node, layer: Any) -> None:
+        """Over images and pixels, wherever they stand, where dimension 1 is all channels."""
+        layout = self.layout_of(node, source)
+        if layout.channel_dims != [1] or not layout.holds(1, "channel"):
+            self.refuse(node, UNPLAIN.format(self.shape(source)))
+        read, layout = self.made(node, layout, "first")
+        before, name = self.sketch.nodes[read], self.name(node)
+        try:
+            op = BatchNorm.of(layer, before)
+        except NestlingError as error:
+            self.refuse(node, str(error))
+        shares = own(self, node, name, layer, op)
+        self.put(Node(name, op, (read,), before.births, before.size, shares))
+        self.layouts[node] = replace(layout, name=name)
 
     def pixel_linear(self, node: fx.Node, read: str, layer: Any) -> None:
         """Over the last dimension of each channel, the same for all of them."""
@@ -202,12 +283,19 @@ class Pen(Attend):
         return self.put(made)
 
     def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
-        """A function on parameters of the module, as the layer it stands for."""
+        """A function on parameters of the module, as the layer it stands for; a bias that is computed is added behind it."""
         given = self.given(node, "input", "weight", "bias", *kind.words)
-        layer = functional_layer(self, node, kind, given)
+        bias = given.get("bias")
+        late = kind is Linear and isinstance(bias, fx.Node) and bias.op != "get_attr" and not self.whole
+        layer = functional_layer(self, node, kind, {**given, "bias": None} if late else given)
         # the functional form on a module's own weight goes by that module's name
         self.holders[node] = str(given["weight"].target).rpartition(".")[0]
-        self.layer(node, self.computed(node, given["input"]), layer, kind)
+        if given["input"] in self.layouts:
+            self.layer_everywhere(node, given["input"], layer, kind)
+        else:
+            self.layer(node, self.computed(node, given["input"]), layer, kind)
+        if late:
+            self.layouts_or_name(node, self.beside(node, self.layout_of(node, node), bias, "add"))
 
     def norm(self, node: fx.Node, shell: Shell, kind: type[Operation]) -> None:
         """A function on the module's own parameters and statistics, as the layer it stands for."""
@@ -268,7 +356,8 @@ class Pen(Attend):
                 else STRANGE.format(strange[0].target),
             )
         if axes != {at}:
-            self.refuse(node, f"it joins along dimension {dim}; only channels (here dimension {min(axes)}) are joined")
+            self.join_pixels(node, [str(self.names[t]) for t in computed], at, axes)
+            return
         reads: list[str] = []
         for tensor in tensors:
             name = str(self.names[tensor])
@@ -277,11 +366,25 @@ class Pen(Attend):
             reads.append(name)
         self.enter(node, Cat(axis=at), tuple(reads))
 
+    def join_pixels(self, node: fx.Node, names: list[str], at: int, axes: set[int]) -> None:
+        """The pixels of each channel behind each other."""
+        if self.whole or at == 0 or len(axes) > 1 or len({self.channels(name) for name in names}) > 1:
+            self.refuse(node, f"it joins along dimension {at} tensors whose channels stand at {sorted(axes)}")
+        axis, reads = axes.pop(), list[str]()
+        for name in names:
+            reads.append(self.another(node, name, name if name in reads else ""))
+        self.enter(node, Join(at - 1 if at < axis else at - 2, axis=axis), tuple(reads))
+
     def tokens(self, node: fx.Node, tensors: list[fx.Node]) -> None:
         """Tokens of the module's own before those that were computed."""
         read = str(self.names[tensors[-1]])
         for constant in reversed(tensors[:-1]):
-            held, path = constant_of(self, node, constant)
+            found = constant_of(self, node, constant)
+            if found is None:
+                self.refuse(
+                    node, "its tokens are computed from parameters while running, so they cannot be cut by births"
+                )
+            held, path = found
             layer, count = nn.Module(), self.values[constant].shape[1]
             if isinstance(held, nn.Parameter):
                 layer.register_parameter("weight", held)
@@ -330,6 +433,8 @@ class Pen(Attend):
         if len(sides) <= 4 and self.axis(read) == 1:
             self.pointwise(node, F.pad)
             return
+        if self.axis(read) != 1 and self.pad_pixels(node, read, sides, given, value):
+            return
         if self.axis(read) != 1 or len(sides) < 6:
             self.refuse(node, f"padding {sides} of a tensor with channels at dimension {self.axis(read)}")
         before, after = sides[4:6]
@@ -337,6 +442,44 @@ class Pen(Attend):
         if any(sides[:4]) or any(sides[6:]) or not plain:
             self.refuse(node, f"padding {sides} with {value}: channels may only be padded by themselves, with zeros")
         self.names[node] = self.take(node, read, (-1,) * before + tuple(range(self.channels(read))) + (-1,) * after)
+
+    def pad_pixels(self, node: fx.Node, read: str, sides: tuple[int, ...], given: dict[str, Any], value: float) -> bool:
+        """Around the pixels of each channel, where the channels stand behind some of them."""
+        axis, rank = self.axis(read), self.values[node].dim()
+        at = 2 * (rank - 1 - axis)
+        if any(sides[at : at + 2]) or len(sides) > 2 * (rank - 1) or self.whole:
+            return False
+        call = Call(F.pad, 0, (None, sides, given.get("mode", "constant"), value), {})
+        self.sketch.layers[self.name(node)] = call
+        self.add(
+            node, Node(self.name(node), Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis))
+        )
+        return True
+
+    def roll(self, node: fx.Node) -> None:
+        """Pixels around their image."""
+        read = self.read_of(node)
+        given, axis, rank = self.given(node, "input", "shifts", "dims"), self.axis(read), self.values[node].dim()
+        dims = given.get("dims")
+        over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims if isinstance(dims, int) else 0])]
+        if {0, axis} & {*over} or self.whole:
+            self.refuse(node, "it rolls images or channels, or the dimensions are not said; only pixels are rolled")
+        name = self.name(node)
+        self.sketch.layers[name] = Call(torch.roll, 0, (None, given["shifts"], tuple(over)), {})
+        self.add(node, Node(name, Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis)))
+
+    def addcmul(self, node: fx.Node) -> None:
+        """A shift of the module's own, and a tensor by a scale of its own."""
+        given = self.given(node, "input", "tensor1", "tensor2")
+        known = [word for word in ("tensor1", "tensor2") if self.is_known(given[word])]
+        tensors = [given[word] for word in given if isinstance(given[word], fx.Node)]
+        if len(known) != 1 or len(tensors) != 3 or given.get("value", 1) != 1 or self.whole:
+            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
+        scale = given["tensor2" if known == ["tensor1"] else "tensor1"]
+        scaled = self.beside(node, self.layout_of(node, given[known[0]]), scale, "mul")
+        if self.is_known(given["input"]):
+            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
+        self.layouts_or_name(node, self.beside(node, scaled, given["input"], "add"))
 
     def opaque(self, node: fx.Node) -> None:
         """An operation as it was recorded, all channels at once.

@@ -172,6 +172,8 @@ class Reader(Pen):
         elif kind is nn.Softmax and self.softmax(node, layer.dim if isinstance(layer.dim, int) else 0):
             pass
         elif kind in MIXING and not self.whole:
+            if node.all_input_nodes[0] in self.layouts:
+                self.refuse(node, MIXING[kind])
             self.map(node, copy.deepcopy(layer))
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[kind]}"
         elif kind in CHANNELWISE:
@@ -217,9 +219,13 @@ class Reader(Pen):
             self.split(node)
         elif base in DROPOUTS:
             self.dropout(node, DROPOUTS[base], base)
-        elif base in SOFTMAXES and self.softmax(node, self.given(node, "input", "dim").get("dim", 0)):
+        elif (base in SOFTMAXES and self.softmax(node, self.given(node, "input", "dim").get("dim", 0))) or (
+            base is F.normalize and self.normalize(node)
+        ):
             pass
         elif base in MIXING and not self.whole:
+            if node.all_input_nodes[0] in self.layouts:
+                self.refuse(node, MIXING[base])
             self.pointwise(node, base)
             self.sketch.mixing[self.read_name(node)] = f"{place(self.module, node)}: {MIXING[base]}"
         elif base in ON_WEIGHTS:
@@ -232,6 +238,10 @@ class Reader(Pen):
             self.norm(node, *SHELLS[base])
         elif base is F.pad:
             self.pad(node)
+        elif base is torch.roll:
+            self.roll(node)
+        elif base is torch.addcmul:
+            self.addcmul(node)
         elif base is torch.zeros_like:
             self.zeros(node)
         elif base is operator.getitem:

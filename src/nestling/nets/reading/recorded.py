@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nestling.nets.reading.trace import BATCHES, Trace, attribute, tensors_of, without_data
+from nestling.nets.reading.trace import BATCHES, Trace, tensors_of, without_data
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Recorded(nn.Module):
             if isinstance(value, PerImage):
                 return value.each * reads[0].shape[0]
             if isinstance(value, torch.device):
-                return reads[0].device
+                return reads[0].device if reads else self.place
             if isinstance(value, slice):
                 return slice(known(value.start), known(value.stop), known(value.step))
             if isinstance(value, list | tuple):
@@ -96,6 +96,12 @@ class Recorded(nn.Module):
         out: Tensor = made[-1]
         return out
 
+    @property
+    def place(self) -> torch.device:
+        """Where its tensors are."""
+        held = (*self.parameters(), *self.buffers())
+        return held[0].device if held else torch.device("cpu")
+
     def extra_repr(self) -> str:
         return ", ".join(str(getattr(target, "__name__", target)) for _, target, _, _ in self.steps)
 
@@ -103,8 +109,8 @@ class Recorded(nn.Module):
 class Recorder:
     """Makes one piece out of one operation, its twin with another batch size beside it."""
 
-    def __init__(self, trace: Trace, names: dict[fx.Node, Any], memo: dict[int, Any]) -> None:
-        self.trace, self.names, self.memo = trace, names, memo
+    def __init__(self, trace: Trace, names: dict[fx.Node, Any], memo: dict[int, Any], copies: bool = True) -> None:
+        self.trace, self.names, self.memo, self.copies = trace, names, memo, copies
         self.piece, self.reads = Recorded(), list[str]()
         self.done: dict[fx.Node, Made] = {}
 
@@ -129,7 +135,20 @@ class Recorder:
         if isinstance(name, str):
             self.reads += [name] if name not in self.reads else []
             return Read(self.reads.index(name))
-        return self.hold(str(node.target)) if node.op == "get_attr" else self.step(node, larger)
+        if node.op != "get_attr":
+            return self.step(node, larger)
+        held = self.hold(str(node.target))
+        return self.spread(held, node) if self.copies and self.trace.grows(str(node.target)) else held
+
+    def spread(self, held: Held, node: fx.Node) -> Made:
+        """Numbers made for each image of the batch: one image's, which are all alike, over as many as there are."""
+        numbers = getattr(self.piece, held.name)
+        if not torch.equal(numbers[:1].expand_as(numbers), numbers):
+            raise Unknown("it makes numbers while running that are not the same for each image of a batch")
+        self.piece.steps.append(("call_method", "narrow", (held, 0, 0, 1), {}))
+        first = Made(len(self.piece.steps) - 1)
+        self.piece.steps.append(("call_method", "expand", (first, PerImage(1), *[-1] * (numbers.dim() - 1)), {}))
+        return Made(len(self.piece.steps) - 1)
 
     def known(self, value: Any, larger: Any, written: Sequence[fx.Node] = ()) -> Any:
         """An argument as the piece finds it when it runs."""
@@ -154,12 +173,12 @@ class Recorder:
 
     def hold(self, path: str) -> Held:
         try:
-            tensor = attribute(self.trace.module, path)
+            tensor = self.trace.held(path)
         except AttributeError:
             raise Unknown("it makes a tensor of numbers while running; keep it as a buffer") from None
         name = path.replace(".", "_")
         if not hasattr(self.piece, name):
-            held = copy.deepcopy(tensor, self.memo)
+            held = copy.deepcopy(tensor, self.memo) if self.copies else tensor
             if isinstance(held, nn.Parameter):
                 self.piece.register_parameter(name, held)
             else:
@@ -169,14 +188,15 @@ class Recorder:
     def hold_layer(self, path: str) -> str:
         name = f"layer_{path.replace('.', '_')}"
         if not hasattr(self.piece, name):
-            self.piece.add_module(name, copy.deepcopy(self.trace.module.get_submodule(path), self.memo))
+            layer = self.trace.module.get_submodule(path)
+            self.piece.add_module(name, copy.deepcopy(layer, self.memo) if self.copies else layer)
         return name
 
 
 def work(piece: Recorded, reads: list[Tensor]) -> int:
-    """Multiply-accumulates of a piece for one image, by torch's own counter, on tensors without data."""
+    """Multiply-accumulates of a piece for one image (of one that reads none, at all), by torch's own counter, without data."""
     hollow = copy.deepcopy(piece, without_data(piece))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        made = hollow(*reads)
+        made = hollow.forward(*reads)
     assert tensors_of(made)
-    return int(counter.get_total_flops()) // 2 // BATCHES[0]
+    return int(counter.get_total_flops()) // 2 // (BATCHES[0] if reads else 1)

@@ -45,7 +45,12 @@ def batch_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -
 
 def group_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -> nn.Module:
     groups, eps = training["num_groups"], training.get("eps", 1e-5)
-    return filled(nn.GroupNorm(groups, read.channels, eps, affine(tensors), device="meta"), tensors)
+    there = any(tensors[word] is not None for word in NORM) if groups == 1 else affine(tensors)
+    layer = filled(nn.GroupNorm(groups, read.channels, eps, there, device="meta"), tensors)
+    for word in NORM if there else ():  # of one group, a scale or a shift may be there alone
+        if tensors[word] is None:
+            layer.register_parameter(word, None)
+    return layer
 
 
 def layer_norm(training: Given, evaluation: Given, tensors: Given, read: Node) -> nn.Module:

@@ -18,6 +18,7 @@ from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
 
 UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
+MIXED = "it makes {} of {}, which puts channels into one dimension with pixels or images"
 STRANGE = "it reads {}, which is neither computed from the image nor part of a layer"
 
 
@@ -56,6 +57,10 @@ class Page:
     # --- words ----------------------------------------------------------------------------------------------------
 
     def refuse(self, node: fx.Node, why: str) -> NoReturn:
+        mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
+        while mixed is not None:  # whatever then reads it, that is where it was mixed
+            node, why = mixed, MIXED.format(self.shape(mixed), self.shape(mixed.all_input_nodes[0]))
+            mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
         raise NestlingError(f"{self.net}: cannot nest {place(self.module, node)}: {why}.")
 
     def name(self, node: fx.Node) -> str:
@@ -66,6 +71,10 @@ class Page:
         owner, _, label = path.rpartition(".") if path else (path_of(node), "", spelled(node.target).lstrip("."))
         label = label.rpartition(".")[2].strip("_") or "op"
         return self.fresh(f"{owner}.{label}" if owner else label)
+
+    def inside(self, node: fx.Node, word: str) -> str:
+        """A name for what an operation needs beside itself."""
+        return f"{path_of(node)}.{word}".lstrip(".")
 
     def fresh(self, stem: str) -> str:
         """A name that no node and no module has."""

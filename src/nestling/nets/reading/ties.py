@@ -7,7 +7,7 @@ cut into stripes as far as its ties leave a choice. Pure: no tensors, and it doe
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nestling.errors import NestlingError
@@ -57,6 +57,30 @@ def give_births(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str) -
                 choose(node, part, ties, growth, loose, net)
         births = tuple(ties.birth[ties.root(c)] for c in channels[node.name])
         if not node.op.weighted:  # a channel that is broadcast over others is not tied to them, but may be born later
+            births = tuple(latest(node, reads, row, birth) for row, birth in enumerate(births))
+        made[node.name] = replace(node, births=births)
+    return list(made.values())
+
+
+def put_off(nodes: Sequence[Node], needed: Mapping[str, Sequence[int]], growth: Growth, uneven: bool) -> list[Node]:
+    """The nodes with births no earlier than the first stage that needs one of the channels that are born together.
+
+    So a layer before fewer heads than stages does not work for nobody."""
+    ties = Ties()
+    channels = tie_channels(nodes, ties, growth if uneven else None)
+    first: dict[int, int] = {}
+    for node in nodes:
+        for channel, stage in zip(channels[node.name], needed[node.name], strict=True):
+            root = ties.root(channel)
+            if stage and root not in ties.birth:
+                first[root] = min(first.get(root, stage), stage)
+    made: dict[str, Node] = {}
+    for node in nodes:
+        reads = [made[read] for read in node.reads]
+        births = tuple(
+            max(birth, first.get(ties.root(c), 0)) for birth, c in zip(node.births, channels[node.name], strict=True)
+        )
+        if not node.op.weighted:
             births = tuple(latest(node, reads, row, birth) for row, birth in enumerate(births))
         made[node.name] = replace(node, births=births)
     return list(made.values())

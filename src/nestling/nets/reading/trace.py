@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Watcher(fx.Tracer):
         self.net, self.image, self.running = net, image, False
         self.values: dict[fx.Node, Any] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # what an operation overwrites of what it reads
+        self.made: list[str] = []  # tensors of numbers that were made of nothing, in their order
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m).__name__ in DROP_PATHS or super().is_leaf_module(m, module_qualified_name)
@@ -91,6 +93,9 @@ class Watcher(fx.Tracer):
         made = super().create_arg(a)
         if isinstance(made, fx.Node) and made not in self.values:  # a parameter or buffer met in passing
             self.run(made)
+        name = str(made.target) if isinstance(made, fx.Node) else ""
+        if name.startswith("_tensor_constant") and name not in self.made:
+            self.made.append(name)
         return made
 
     def run(self, node: fx.Node) -> Any:
@@ -162,6 +167,12 @@ class Record:
     answer: Any
     image: fx.Node
     dropped: set[str]  # paths of modules of which nothing reaches the answer
+    made: list[str]  # tensors that the module makes of nothing, in their order
+
+    @cached_property
+    def made_shapes(self) -> list[tuple[int, ...]]:
+        found = {str(node.target): shapes(value)[0] for node, value in self.values.items() if node.op == "get_attr"}
+        return [found[name] for name in self.made]
 
     def shares_memory(self, one: fx.Node, other: fx.Node) -> bool:
         return bool(storages(self.values[one]) & storages(self.values[other]))
@@ -175,6 +186,46 @@ class Trace:
     record: Record
     others: tuple[Record, Record, Record]  # evaluation, then both with the other batch size
     twins: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = field(default_factory=dict)
+    shape: Shape = ()
+    training: bool = True
+    net: str = ""
+
+    def held(self, path: str) -> Tensor:
+        """A parameter or buffer of the module, or a tensor that it makes of nothing while running."""
+        if path not in self.record.made:
+            return attribute(self.module, path)
+        return self.made[self.record.made.index(path)]
+
+    def grows(self, path: str) -> bool:
+        """Whether a tensor that the module makes of nothing has one part for each image of the batch."""
+        mine, larger = self.record.made, self.others[1].made
+        if path not in mine or len(mine) != len(larger):
+            return False
+        one, other = (record.made_shapes[mine.index(path)] for record in (self.record, self.others[1]))
+        return one[:1] == BATCHES[:1] and other[:1] == BATCHES[1:] and one[1:] == other[1:]
+
+    @cached_property
+    def made(self) -> list[Tensor]:
+        """The tensors that the module makes of nothing, by running it once more, with data: in evaluation as in training."""
+        runs = []
+        for mode in dict.fromkeys((self.training, False)):
+            whole = Whole(copy.deepcopy(self.module)).train(mode)
+            first = next(self.module.parameters(), torch.zeros(0))
+            image = torch.zeros(BATCHES[0], *self.shape, dtype=self.record.values[self.record.image].dtype).to(
+                first.device
+            )
+            tracer = Watcher(self.net, image)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(len(runs))
+                tracer.trace(whole)
+            runs.append([attribute(whole, name).detach() for name in tracer.made])
+        alike = all(len(run) == len(self.record.made) for run in runs)
+        if not alike or not all(torch.equal(one, other) for one, other in zip(runs[0], runs[-1], strict=True)):
+            raise NestlingError(
+                f"{self.net}: cannot nest it: it makes tensors of numbers while running that are not the same in every run; keep "
+                "them as buffers"
+            )
+        return runs[0]
 
     def is_batch(self, node: fx.Node) -> bool:
         """Whether an operation gives one thing for each image, images first."""
@@ -196,7 +247,7 @@ def trace(module: nn.Module, shape: Shape, net: str, training: bool = True) -> T
     if isinstance(train.answer, tuple) and isinstance(others[0].answer, fx.Node):
         records = [without_auxiliary(record) for record in records]
         train, *others = records
-    found = Trace(module, train, (others[0], others[1], others[2]))
+    found = Trace(module, train, (others[0], others[1], others[2]), {}, shape, training, net)
     align(found, net)
     return found
 
@@ -239,7 +290,7 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
         raise NestlingError(f"{net}: cannot nest it: {why}.") from None
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
-            node.target = node.target.partition(".")[2]
+            node.target = node.target.removeprefix("module.")
         stack = node.meta.get("nn_module_stack") or {}
         node.meta["path"] = str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
     check_state(tracer, graph, net, module)
@@ -247,7 +298,7 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
     dropped = {node.meta["path"] for node in unneeded} - {node.meta["path"] for node in nodes} - {""}
     if isinstance(answer, fx.Node) and isinstance(answer.target, type):  # a named tuple of answers
         answer = tuple(answer.args)
-    return Record(nodes, tracer.values, tracer.writes, answer, next(iter(graph.nodes)), dropped)
+    return Record(nodes, tracer.values, tracer.writes, answer, next(iter(graph.nodes)), dropped, tracer.made)
 
 
 def reason(error: Exception, image: Tensor) -> str:

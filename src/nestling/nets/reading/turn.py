@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from nestling.nets.ops import Flatten, Module, Operation, Rearrange, Select
+from nestling.nets.ops import Flatten, Merge, Module, Operation, Rearrange, Select
 from nestling.nets.ops.calls import Call, Reshape
 from nestling.nets.plan import Node
 from nestling.nets.reading.layout import Arrangement
-from nestling.nets.reading.sketch import UNPLAIN, Page
-from nestling.nets.reading.trace import BATCHES, path_of
+from nestling.nets.reading.sketch import MIXED, UNPLAIN, Page
+from nestling.nets.reading.trace import BATCHES
 
 
 class Mover(Page):
@@ -35,13 +35,26 @@ class Mover(Page):
         """What comes out of an operation that only moved numbers."""
         if self.whole:
             self.refuse(node, "it is taken as it was recorded")
-        if layout is None or layout.is_mixed:
-            old, new = (self.shape(n) for n in (node.all_input_nodes[0], node))
-            self.refuse(node, f"it makes {new} of {old}, which puts channels into one dimension with pixels or images")
+        if layout is None:
+            self.refuse(node, MIXED.format(*(self.shape(n) for n in (node, node.all_input_nodes[0]))))
+        if layout.is_mixed and layout.merged is not None:
+            self.names[node] = self.merge(node, layout)
+            return
         if layout.is_plain:
             self.names[node] = self.made(node, layout)[0]
         else:
             self.layouts[node] = layout
+
+    def merge(self, node: fx.Node, layout: Arrangement) -> str:
+        """Pixels and channels in one dimension: each pixel's are channels of their own."""
+        assert layout.merged is not None
+        place, outer = layout.merged
+        apart = layout.unmerged()
+        read, made = self.made(node, apart)
+        op = Merge(apart.shape[place if outer else place + 1], outer, axis=place)
+        if made.axis != place + outer or self.sketch.nodes[read].size[place - 1] != op.count:
+            self.refuse(node, MIXED.format(*(self.shape(n) for n in (node, node.all_input_nodes[0]))))
+        return self.enter_as(self.inside(node, "merged"), op, (read,))
 
     def made(self, node: fx.Node, layout: Arrangement, where: str = "") -> tuple[str, Arrangement]:
         """The node of a layout in a form that a plan has, and the layout of that."""
@@ -61,10 +74,6 @@ class Mover(Page):
         name = self.enter_as(self.inside(node, "part"), Select(channels, axis=layout.axis), (layout.name,))
         return replace(layout, name=name)
 
-    def inside(self, node: fx.Node, word: str) -> str:
-        """A name for what an operation needs beside itself."""
-        return f"{path_of(node)}.{word}".lstrip(".")
-
     def enter(self, node: fx.Node, op: Operation, reads: tuple[str, ...]) -> str:
         """A node of which the operation says how wide and how large it is."""
         read = [self.sketch.nodes[name] for name in reads]
@@ -82,6 +91,10 @@ class Mover(Page):
         """Flattening, and what changes the shape of each channel only; else what is moved is followed."""
         source = node.all_input_nodes[0]
         shape = self.shape(node)
+        if self.values[node].dtype != self.values[source].dtype:
+            self.refuse(
+                node, f"it turns {self.values[source].dtype} into {self.values[node].dtype}; nest one type of number"
+            )
         if shape == self.shape(source) and source in self.layouts:
             self.layouts[node] = self.layouts[source]
             return

@@ -71,6 +71,8 @@ METHODS: dict[Any, Function] = {
     "unsqueeze": torch.unsqueeze, "contiguous": torch.reshape, "clone": torch.reshape, "chunk": torch.chunk,
     "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
     "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "matmul": torch.matmul,
+    "roll": torch.roll, "addcmul": torch.addcmul, "type": torch.reshape,
+    "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
     "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,
 }  # fmt: skip
 

@@ -1,0 +1,338 @@
+"""What transformers and token mixers are made of, each on a small module: every promise of a nest holds."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling import exits, keep
+from nestling.errors import NestlingError
+from nestling.nets.nest import nest
+from nestling.nets.ops import Computed, Headwise, Join, Merge
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "nest_pytorchcv.py"
+IMAGE = (3, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def promises() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nest_pytorchcv", BENCHMARK)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nest_pytorchcv"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Heads(nn.Module):
+    """Attention over (N, tokens, channels); the subclasses say how queries and keys become looks."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        n, tokens, _ = x.shape
+        return self.qkv(x).reshape(n, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.transpose(-2, -1)).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        return self.proj((self.looks(q, k) @ v).transpose(1, 2).reshape(x.shape))
+
+
+class Biased(Heads):
+    """A bias for every pair of tokens, looked up in a table of parameters."""
+
+    pairs: Tensor
+
+    def __init__(self, tokens: int = 16, fused: bool = False) -> None:
+        super().__init__()
+        self.table, self.fused = nn.Parameter(torch.randn(2 * tokens - 1, 4)), fused
+        self.register_buffer("pairs", torch.arange(tokens)[:, None] - torch.arange(tokens) + tokens - 1)
+
+    def bias(self) -> Tensor:
+        tokens = self.pairs.shape[0]
+        return self.table[self.pairs.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.transpose(-2, -1) + self.bias()).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return super().forward(x)
+        q, k, v = self.parts(x)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias())
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class Cosines(Heads):
+    """Queries and keys of length one, and a temperature of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.rand(4, 1, 1) + 1)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        return (q @ k.transpose(-2, -1) * self.temperature.exp()).softmax(-1)
+
+
+class NormedKeys(Heads):
+    """Queries and keys normalised in each head, by parameters that all heads have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.LayerNorm(4), nn.LayerNorm(4)
+        nn.init.normal_(self.q_norm.weight)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().looks(self.q_norm(q), self.k_norm(k))
+
+
+class LateBias(Heads):
+    """The bias of one layer put together of several parameters."""
+
+    k_bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.register_buffer("k_bias", torch.zeros(16), persistent=False)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+        return y.reshape(x.shape[0], x.shape[1], 3, 4, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class HeadsInBatch(Heads):
+    """Heads beside the images of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(n, tokens, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, n * 4, tokens, -1).unbind(0)
+        y = self.looks(q, k) @ v
+        return self.proj(y.view(n, 4, tokens, -1).transpose(1, 2).reshape(x.shape))
+
+
+class ClassLast(nn.Module):
+    """One token that looks at all others and is then joined with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.q, self.k, self.v, self.proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, _ = x.shape
+        u = torch.cat((self.token.expand(n, -1, -1), x), dim=1)
+        q = self.q(u[:, 0]).unsqueeze(1).reshape(n, 1, 4, 4).permute(0, 2, 1, 3)
+        k, v = (layer(u).reshape(n, tokens + 1, 4, 4).permute(0, 2, 1, 3) for layer in (self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, 16)
+        return torch.cat((self.proj(y), x), dim=1)
+
+
+class Shifted(nn.Module):
+    """Swin: images rolled, windows with a mask, patches merged into channels."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.attention = nn.Conv2d(3, 16, 1), nn.LayerNorm(16), Biased(4)
+        self.reduction, self.merged = nn.Linear(64, 32), nn.LayerNorm(64)
+        self.register_buffer("mask", torch.where(torch.rand(16, 4, 4) > 0.3, 0.0, -9.0))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        x = self.stem(x).permute(0, 2, 3, 1)
+        y = torch.roll(self.norm(x), shifts=(-1, -1), dims=(1, 2))
+        y = y.view(n, 4, 2, 4, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 16)
+        q, k, v = self.attention.parts(y)
+        looks = q @ k.transpose(-2, -1) + self.attention.bias()
+        looks = (looks.view(n, 16, 4, 4, 4) + self.mask.unsqueeze(1).unsqueeze(0)).view(-1, 4, 4, 4).softmax(-1)
+        y = self.attention.proj((looks @ v).transpose(1, 2).reshape(y.shape))
+        y = y.view(n, 4, 4, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(n, 8, 8, 16)
+        x = x + torch.roll(y, shifts=(1, 1), dims=(1, 2))
+        x = x.reshape(n, 4, 2, 4, 2, 16).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.head(self.reduction(self.merged(x)).mean((1, 2)))
+
+
+class Places(nn.Module):
+    """Positions that are made while running, by a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.Linear(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device, dtype=x.dtype) / 7
+        places = torch.stack([at.sin(), at.cos()], dim=-1).unsqueeze(0).repeat(x.shape[0], 1, 1)
+        return x + self.made(places)
+
+
+class NormOfTokens(nn.Module):
+    """A batch norm over tokens that stand beside the images of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.norm(x.flatten(0, 1)).reshape_as(x)
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.rand(1, 1, 16) + 0.5), nn.Parameter(torch.randn(1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.beta, self.alpha, x)
+
+
+class ScaleOnly(nn.Module):
+    """A norm over channels and pixels with a scale and no shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x.transpose(1, 2), 1, self.weight).transpose(1, 2)
+
+
+class FewHeads(nn.Module):
+    """Keys and values of a smaller image, of fewer heads than there are stages: no channel of it is made for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.small = nn.Linear(16, 16), nn.Linear(16, 32), nn.Conv2d(16, 16, 2, 2)
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, width = x.shape
+        q = self.q(x).reshape(n, tokens, 2, 8).permute(0, 2, 1, 3)
+        y = self.small(x.transpose(1, 2).reshape(n, width, 4, 4)).flatten(2).transpose(1, 2)
+        k, v = self.kv(y).reshape(n, -1, 2, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj((((q @ k.transpose(-2, -1)).softmax(-1)) @ v).transpose(1, 2).reshape(n, tokens, width))
+
+
+class Tokens(nn.Module):
+    """Patches, something done to their tokens, and the mean of these."""
+
+    def __init__(self, middle: nn.Module, residual: bool = True) -> None:
+        super().__init__()
+        self.patch, self.norm, self.middle, self.residual = nn.Conv2d(3, 16, 2, 2), nn.LayerNorm(16), middle, residual
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        y = self.middle(self.norm(x))
+        return self.head((x + y if self.residual else y).mean(1))
+
+
+class Distilled(nn.Module):
+    """Two classifiers, whose answers are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Conv2d(3, 16, 3), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).relu()
+        return (self.one(x.mean((2, 3))) + self.other(x.amax((2, 3)))) / 2
+
+
+GOOD: dict[str, Callable[[], nn.Module]] = {
+    "a bias looked up in a table": lambda: Tokens(Biased()),
+    "the same in torch's fused form": lambda: Tokens(Biased(fused=True)),
+    "queries and keys of length one": lambda: Tokens(Cosines()),
+    "queries and keys normalised": lambda: Tokens(NormedKeys()),
+    "a bias put together of several": lambda: Tokens(LateBias()),
+    "heads in the batch": lambda: Tokens(HeadsInBatch()),
+    "attention of one token, joined": lambda: Tokens(ClassLast(), residual=False),
+    "shifted windows, merged patches": lambda: Shifted(),
+    "positions made while running": lambda: Tokens(Places()),
+    "batch norm of tokens": lambda: Tokens(NormOfTokens()),
+    "a scale and a shift at once": lambda: Tokens(Affine()),
+    "a norm without a shift": lambda: Tokens(ScaleOnly()),
+    "fewer heads than stages": lambda: Tokens(FewHeads()),
+    "two classifiers": lambda: Distilled(),
+}
+
+
+@pytest.mark.parametrize("growth", ["", "w,w"])
+@pytest.mark.parametrize("what", GOOD)
+def test_every_mechanism_keeps_the_promises(what: str, growth: str, promises: ModuleType) -> None:
+    torch.manual_seed(0)
+    module = GOOD[what]().double().eval()
+    x = torch.randn(4, *IMAGE, dtype=torch.float64)
+    net = nest(module, growth, shape=IMAGE)
+    if not growth:
+        assert torch.allclose(net(x)[0], module(x), rtol=1e-10, atol=1e-10), "one stage is the module itself"
+    with torch.no_grad():
+        for number, answer in enumerate(net(x), start=1):
+            assert answer.std() > 0
+            assert torch.allclose(net.subnet(number)(x), answer, rtol=1e-10, atol=1e-10)
+    owners = net.owners()
+    planned = net.plan.params(net.plan.stages)
+    assert planned == sum(int((owners[k].expand_as(p) != 0).sum()) for k, p in net.named_parameters())
+    promises.check_promises(net, x)
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_a_network_that_is_kept_and_one_with_exits_end_where_it_ended(what: str) -> None:
+    torch.manual_seed(0)
+    module, x = GOOD[what]().eval(), torch.randn(2, *IMAGE)
+    with torch.no_grad():
+        for net in (keep(module, (1 / 4, 1 / 4), IMAGE), exits(module, (0.3,), IMAGE)):
+            assert torch.allclose(net.eval()(x)[-1], module(x), rtol=1e-5, atol=1e-5)
+
+
+def test_each_mechanism_is_the_operation_it_is_meant_to_be() -> None:
+    def kinds(what: str) -> set[type]:
+        return {type(node.op) for node in nest(GOOD[what](), "w", shape=IMAGE, proof=False).plan.nodes}
+
+    assert Computed in kinds("a bias looked up in a table")
+    assert Headwise in kinds("queries and keys of length one")
+    assert Join in kinds("attention of one token, joined")
+    assert {Computed, Merge} <= kinds("shifted windows, merged patches")
+
+
+def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
+    shared = Biased()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = shared, Heads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.other.parts(self.one(x))
+            y = (q @ k.transpose(-2, -1) + self.one.bias()).softmax(-1) @ v
+            return y.transpose(1, 2).reshape(x.shape)
+
+    with pytest.raises(NestlingError, match="serve other places too"):
+        nest(Tokens(Twice()), "w", shape=IMAGE)
+
+
+def test_random_numbers_made_while_running_are_refused() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(16)
+
+    with pytest.raises(NestlingError, match="not the same in every run"):
+        nest(Tokens(Noise()), "w", shape=IMAGE)
