@@ -401,6 +401,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "channels in two dimensions": lambda: backbone(Does(lambda x: x.view(-1, 2, 4, 8, 8).relu().flatten(1, 2))),
     "a number for every pixel": lambda: backbone(Scaled((8, 8, 8)), nn.ReLU()),
     "linear over pixels": lambda: backbone(nn.Linear(8, 6), nn.ReLU()),
+    "joined rows": lambda: backbone(Does(lambda x: torch.cat([x, x.relu(), x], 2)), nn.ReLU()),
     "new dimensions": lambda: backbone(Does(lambda x: x[:, None].flatten(1, 2))),
     "norms of images with channels last": lambda: backbone(
         Does(lambda x: x.permute(0, 2, 3, 1)), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), Scaled((8,)),
@@ -645,7 +646,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "wrong image": (lambda: nn.Sequential(nn.Conv2d(1, 8, 1)), r"0 \(Conv2d\): it does not run on images of shape \(3, 8, 8\)"),
     "same padding": (lambda: backbone(nn.Conv2d(8, 8, 2, padding="same")), r'1 \(Conv2d\): padding "same"'),
     "late channels only": (lambda: backbone(Does(lambda x: x[:, 5:]), out=3), "none of the channels it reads .* by stage 1"),
-    "joined rows": (lambda: backbone(Does(lambda x: torch.cat([x, x], 2))), r"cat in 1 \(Does\): it joins along dimension 2"),
+    "joined images": (lambda: backbone(Does(lambda x: torch.cat([x, x], 0))), r"cat in 1 \(Does\): it joins along dimension 0"),
     "one channel by number": (lambda: backbone(Does(lambda x: x[:, 0]), out=1), r"2 \(AdaptiveAvgPool2d\): it works on a"),
     "power of a tensor": (lambda: backbone(Does(lambda x: x**x)), r"pow in 1 \(Does\): it reads several tensors"),
     "numbers": (lambda: backbone(Does(lambda x: x * x.sum().item())), r"it takes numbers out of a tensor"),

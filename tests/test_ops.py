@@ -22,14 +22,18 @@ from nestling.nets.ops import (
     OPS,
     BatchNorm,
     Cat,
+    Computed,
     Conv,
     Flatten,
     GroupNorm,
+    Headwise,
     Input,
+    Join,
     LayerNorm,
     Linear,
     Map,
     Mean,
+    Merge,
     Module,
     Opaque,
     Operation,
@@ -136,6 +140,38 @@ def mixing_pixels(draft: Draft) -> str:
     return draft.enter("it", PixelLinear(6, 5), [stem])
 
 
+class Numbers(nn.Module):
+    """Some for every channel, made of a table."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(shape))
+
+    def forward(self) -> Tensor:
+        return self.table.sin() + 2
+
+
+def heads_apart(draft: Draft) -> str:
+    """Something over each of two heads, the second born at stage 2."""
+    wide = draft.enter("wide", Linear(axis=2), ["input"], BIRTHS)
+    it = draft.enter("it", Headwise(2, 2, 4, axis=2), [wide])
+    last = draft.enter("last", Linear(axis=2), [it], BIRTHS)
+    return draft.enter("turned", Rearrange.to_axis(draft.nodes[last], 1), [last])
+
+
+def merging(outer: bool) -> Callable[[Draft], str]:
+    """Rows of an image as channels, behind or before those they were of."""
+
+    def draw(draft: Draft) -> str:
+        stem = draft.conv("stem", "input", (2, 1, 2, 1))
+        turned = Rearrange((0, 2, 3, 6), (0, 2, 1, 3, 4), (2, 0, 18), axis=2) if outer else None
+        plain = Rearrange((0, 2, 3, 6), (0, 1, 2, 3, 4), (0, 2, 18))
+        read = draft.enter("turned", turned or plain, [stem])
+        return draft.enter("deep", Conv1d((1,)), [draft.enter("it", Merge(2, outer), [read])], BIRTHS)
+
+    return draw
+
+
 def mlp(draft: Draft) -> str:
     flat = draft.enter("flat", Flatten(), [draft.conv("stem", "input", (1, 2), stride=2)])
     return draft.enter("it", Linear(bias=True), [flat], (1, 1, 2))
@@ -187,6 +223,14 @@ EXAMPLES: dict[str, list[Example]] = {
     "weigh": [ATTENDING],
     "tokens": [ATTENDING],
     "pixellinear": [Example(mixing_pixels, given={"it": nn.Linear(6, 5)})],
+    "computed": [
+        Example(behind_a_stem(Computed("add", (6, 1), held=24)), given={"it": Numbers(4, 6, 1)}),
+        Example(after_mixed_births(Computed("mul", held=4)), given={"it": Numbers(4)}),
+        Example(behind_a_stem(Computed("div", before=True, held=4)), given={"it": Numbers(4)}),
+    ],
+    "join": [Example(of_two(Join(0))), Example(of_two(Join(1)))],
+    "headwise": [Example(heads_apart, (5, 3), {"it": nn.LayerNorm(2)}, axis=2)],
+    "merge": [Example(merging(True)), Example(merging(False))],
     "rearrange": [Example(windows), Example(token_norms, (5, 3), axis=2)],
 }
 CASES = [pytest.param(each, id=f"{kind}-{i}") for kind, some in EXAMPLES.items() for i, each in enumerate(some)]

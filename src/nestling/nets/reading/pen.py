@@ -294,7 +294,7 @@ class Pen(Attend):
             self.layer_everywhere(node, given["input"], layer, kind)
         else:
             self.layer(node, self.computed(node, given["input"]), layer, kind)
-        if late:
+        if late and isinstance(bias, fx.Node):
             self.layouts_or_name(node, self.beside(node, self.layout_of(node, node), bias, "add"))
 
     def norm(self, node: fx.Node, shell: Shell, kind: type[Operation]) -> None:

@@ -207,7 +207,7 @@ class Trace:
     @cached_property
     def made(self) -> list[Tensor]:
         """The tensors that the module makes of nothing, by running it once more, with data: in evaluation as in training."""
-        runs = []
+        runs: list[list[Tensor]] = []
         for mode in dict.fromkeys((self.training, False)):
             whole = Whole(copy.deepcopy(self.module)).train(mode)
             first = next(self.module.parameters(), torch.zeros(0))
