@@ -76,7 +76,8 @@ def test_a_network_stops_when_it_is_sure_and_loses_what_was_allowed(name: str) -
     x = next(iter(run.data(sample=True).test.batches(64)))[0]
     with nestling.Runtime(name, device="cpu") as runtime:
         found = runtime.stop_when_sure(0.005)
-        assert found.error <= found.last_error + 0.005 + 0.004, "judged on images that had no say"
+        chance = 2 * (2 * 0.05 / found.images) ** 0.5  # two deviations: one image in twenty differs, in both halves
+        assert found.error <= found.last_error + 0.005 + chance, "judged on images that had no say"
         assert found.cost < 0.8 and found.stopped[0] > 0.3
         stages = [answer.stage for answer in runtime.answer_batch(x)]
         assert len(set(stages)) > 1 and stages.count(1) > len(stages) * 0.3
