@@ -3,6 +3,7 @@
 Trains a small nest on this rank's half of every batch, bare or wrapped, and saves the weights; or shows what is refused.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor.debug import CommDebugMode
 
 from nestling.errors import NestlingError
@@ -155,15 +157,20 @@ def more_than_averaging() -> None:
     """A wrapper that does more to gradients than to average them."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    net = Nest()
-    wrapped = nn.parallel.DistributedDataParallel(net)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    try:
-        backward(wrapped(torch.randn(4, 8), torch.randint(4, (4,))), wrapped, COMBINERS["osgd"]())
-    except NestlingError as error:
-        assert "communication hook" in str(error)
-    else:
-        raise AssertionError("a communication hook was passed by")
+    for hidden in (False, True):
+        net = Nest()
+        wrapped = nn.parallel.DistributedDataParallel(net)
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+        if hidden:
+            gc.freeze()  # as some training loops do: the collector no longer tells what is alive
+        try:
+            backward(wrapped(torch.randn(4, 8), torch.randint(4, (4,))), wrapped, COMBINERS["osgd"]())
+        except NestlingError as error:
+            assert "communication hook" in str(error)
+        else:
+            raise AssertionError("a communication hook was passed by")
+        finally:
+            gc.unfreeze()
 
 
 def disagree() -> None:
@@ -219,6 +226,45 @@ def strangers() -> None:
             raise AssertionError("losses of another model were taken")
 
 
+class Synced(nn.Module):
+    """Batch norm over the batches of all ranks, as SyncBatchNorm (which wants a GPU): its backward pass exchanges, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = dist.get_world_size()
+        mean = all_reduce(x.mean(0)) / ranks
+        square = all_reduce((x - mean).pow(2).mean(0)) / ranks
+        return (x - mean) * (square + 1e-5).rsqrt()
+
+
+def synced() -> None:
+    """Statistics of all ranks' batches: equal to one process, in every wrapper. Exchanges keep their order; what makes zeros of
+    missing gradients makes nobody an owner."""
+    x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 3])
+    for method, wrap in product(("osgd", "normsgd", "sgd"), (None, *WRAPS)):
+        nets = []
+        for norm in (Synced(), nn.BatchNorm1d(16, affine=False)):
+            net = Nest()
+            for i, stage in enumerate(net.stages):
+                net.stages[i] = nn.Sequential(stage, norm)
+            nets.append(net)
+        model: Any = nets[0] if wrap is None else nn.parallel.DistributedDataParallel(nets[0], **WRAPS[wrap])
+        rows, alone = Accumulator(model, COMBINERS[method]()), Accumulator(nets[1], COMBINERS[method](), reduce=False)
+        for _ in range(2):
+            rows.backward(model(x[dist.get_rank()], y))
+            alone.backward(nets[1](x.flatten(0, 1), y.repeat(2)))
+        for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+            if q.grad is not None:
+                assert p.grad is not None and torch.allclose(p.grad, q.grad, atol=1e-5), (method, wrap, name)
+    net = Nest()
+    net.norm = nn.SyncBatchNorm(4)
+    try:
+        backward([None, *net(x[0], y)[1:]], net, COMBINERS["osgd"]())
+    except NestlingError as error:
+        assert "has SyncBatchNorm" in str(error)
+    else:
+        raise AssertionError("a rank without a loss would let the others wait")
+
+
 REFUSALS: dict[str, Callable[[], None]] = {
     "handed over": handed_over,
     "unnoticed": unnoticed,
@@ -226,6 +272,7 @@ REFUSALS: dict[str, Callable[[], None]] = {
     "late": disagree,
     "not finite": not_finite,
     "strangers": strangers,
+    "synced": synced,
 }
 
 

@@ -40,17 +40,28 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases by two ranks, in one launch."""
-    folder = tmp_path_factory.mktemp("ranks")
+def on_two_ranks(script: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "distributed_ranks.py"), ",".join([*CASES, *REFUSALS]), str(folder)]
+    command += [str(HERE / script), *arguments]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases by two ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    on_two_ranks("distributed_ranks.py", ",".join([*CASES, *REFUSALS]), str(folder))
     return folder
+
+
+@pytest.mark.slow
+def test_every_method_in_every_wrapper(tmp_path: Path) -> None:
+    """Over the registries: equal to one process, ranks alike to the bit, a NaN on one rank refused on both."""
+    on_two_ranks("every_ranks.py", str(tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["", ""]
 
 
 @pytest.mark.slow

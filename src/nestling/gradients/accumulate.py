@@ -114,11 +114,8 @@ class Accumulator(Generic[R]):
 
     def _add(self, losses: list[Tensor | None], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
-        if self.now.sharded is not None and any(loss is None for loss in losses):
-            raise NestlingError(
-                "a loss is None, and the model is sharded by FSDP, whose ranks must run every backward pass together: give "
-                "a zero of this batch's graph, such as 0 * output.sum(), for a task that is absent"
-            )
+        if any(loss is None for loss in losses):
+            self._refuse_absent()
         losses = with_graphs(losses, self._idle)
         there = [loss for loss in losses if loss is not None]
         self.step.refuse_broken()
@@ -148,6 +145,16 @@ class Accumulator(Generic[R]):
         step.micro += 1
         if not retain_graph:
             let_go(there)
+
+    def _refuse_absent(self) -> None:
+        """Raise where ranks exchange inside a backward pass: one that has none would let the others wait."""
+        synced = self.net is not None and any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules())
+        if self.now.sharded is not None or (self.group is not None and synced):
+            what = "has SyncBatchNorm" if self.now.sharded is None else "is sharded by FSDP"
+            raise NestlingError(
+                f"a loss is None, and the model {what}, whose ranks must run every backward pass together: give "
+                f"a zero of this batch's graph, such as 0 * output.sum(), for a task that is absent"
+            )
 
     def fill(self) -> R:
         """Combine the rows once, add the update to `.grad`, and start anew. Returns the combiner's report."""

@@ -27,6 +27,13 @@ _known: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary
 _found: dict[int, list[weakref.ref[Any]]] = {}
 
 
+def alive(*kinds: type) -> list[Any]:
+    """Every object of these kinds in this process; a type is asked once, since there are few and objects are many."""
+    every = gc.get_objects()
+    wanted = {kind for kind in set(map(type, every)) if issubclass(kind, kinds)}
+    return [thing for thing in every if type(thing) in wanted]
+
+
 def managers(params: Sequence[Tensor], net: nn.Module | None) -> list[Any]:
     """The modules that FSDP2 manages: those in the net, or anywhere, where the net does not say. The latter are looked for
     once per first parameter."""
@@ -38,8 +45,7 @@ def managers(params: Sequence[Tensor], net: nn.Module | None) -> list[Any]:
         return inside
     key = id(params[0])
     if _known.get(key) is not params[0]:
-        every = (thing for thing in gc.get_objects() if issubclass(type(thing), fsdp.FSDPModule))
-        _found[key] = [weakref.ref(module) for module in every]
+        _found[key] = [weakref.ref(module) for module in alive(fsdp.FSDPModule)]
         _known[key] = params[0]
     return [module for module in (known() for known in _found[key]) if module is not None]
 

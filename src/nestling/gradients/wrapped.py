@@ -5,7 +5,6 @@ wait for gradients to be accumulated, once per step; ours are taken beside them,
 averaged twice.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nestling.errors import NestlingError
-from nestling.gradients.sharded import FSDP, Sharded, managers
+from nestling.gradients.sharded import FSDP, Sharded, alive, managers
+from nestling.gradients.walks import SINK, reached
 
 
 class Route(Protocol):
@@ -51,7 +51,9 @@ class Beside(Route):
                 retain_graph=retain,
                 allow_unused=True,
             )
-        return [None if grad is None else grad.clone() for grad in found]  # autograd may hand out one tensor twice
+        strange = _strangers(losses, params) if self.wrapper is not None else set()
+        known = (None if id(p) in strange else grad for p, grad in zip(params, found, strict=True))
+        return [None if grad is None else grad.clone() for grad in known]  # autograd may hand out one tensor twice
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
@@ -68,6 +70,16 @@ class Beside(Route):
             wrapper._static_graph_delay_allreduce_enqueued = before
 
 
+def _strangers(losses: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
+    """Parameters, by id, that no loss depends on and that may get zeros all the same: a wrapper's sink asks for the gradients
+    of all outputs, and functions such as SyncBatchNorm's make zeros of what is missing."""
+    nodes = reached(losses)
+    if not any(node.name() == SINK for node in nodes):
+        return set()
+    leaves = {id(getattr(node, "variable", None)) for node in nodes}
+    return {id(p) for p in params if id(p) not in leaves}
+
+
 def route_of(named: Sequence[tuple[str, Tensor]], net: nn.Module | None) -> Route | None:
     """How to come to the gradients of these parameters; None: by accumulating them, as a lone process does."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -79,7 +91,13 @@ def route_of(named: Sequence[tuple[str, Tensor]], net: nn.Module | None) -> Rout
 
 def unwrapped(net: nn.Module) -> nn.Module:
     """The module inside, which knows its owners and its parameters' names."""
-    return unwrapped(net.module) if isinstance(net, DistributedDataParallel) else net
+    if not isinstance(net, DistributedDataParallel):
+        return net
+    _check(net)
+    first = next((p for p in net.parameters() if p.requires_grad), None)
+    if first is not None:  # no need to look for it, where a search might pass it by (gc.freeze)
+        _looked[id(first)], _wrappers[id(first)] = first, net
+    return unwrapped(net.module)
 
 
 _looked: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
@@ -105,14 +123,12 @@ def _search(params: Sequence[Tensor]) -> DistributedDataParallel | None:
     fsdp: Any = sys.modules.get(FSDP)
     older = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
     ours = {id(p) for p in params}
-    for known in gc.get_objects():
-        if issubclass(type(known), (DistributedDataParallel, *older)):
-            wrapper: Any = known
-            if any(id(p) in ours for p in wrapper.parameters()):
-                if not isinstance(wrapper, DistributedDataParallel):
-                    raise _older()
-                _check(wrapper)
-                return wrapper
+    for wrapper in alive(DistributedDataParallel, *older):
+        if any(id(p) in ours for p in wrapper.parameters()):
+            if not isinstance(wrapper, DistributedDataParallel):
+                raise _older()
+            _check(wrapper)
+            return wrapper
     return None
 
 
