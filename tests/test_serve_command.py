@@ -1,5 +1,6 @@
 """`nestling serve` as people run it: ready soon, several networks, TLS, a token, opened anew, ended, killed: nothing is lost."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -91,14 +92,17 @@ def test_it_is_ready_soon_answers_and_ends_by_sigterm(start: Callable[..., Proce
 
 
 def test_curls_lines_of_the_documentation_work(start: Callable[..., Process], tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^\$ (curl .*)$", page, flags=re.MULTILINE)
-    assert len(lines) == 4
+    root = Path(__file__).parent.parent
+    pages = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/serving.md")]
+    lines = [line for page in pages for line in re.findall(r"^\$ (curl .*)$", page, flags=re.MULTILINE)]
+    assert len(lines) == 5
     Image.fromarray(np.full((64, 48, 3), 200, np.uint8)).save(tmp_path / "photo.jpg")
     server = start(NAME)
     for line in lines:
         words = shlex.split(
-            line.replace("localhost:8000", server.address).replace("Deadline-Ms: 20", "Deadline-Ms: 9000")
+            line.replace("localhost:8000", server.address)
+            .replace("Deadline-Ms: 20", "Deadline-Ms: 9000")
+            .replace("timeout=20000", "timeout=9000000")
         )
         done = subprocess.run([*words, "--fail-with-body"], capture_output=True, text=True, cwd=tmp_path, timeout=30)
         assert done.returncode == 0, done.stdout
@@ -168,6 +172,32 @@ def test_killed_and_restarted_clients_that_ask_again_lose_nothing(start: Callabl
     for each in clients:
         each.join(90)
     assert answered == [200] * 90
+
+
+def test_sigterm_under_load_answers_everybody_and_ends_within_the_longest_deadline(
+    start: Callable[..., Process],
+) -> None:
+    server = start(NAME, "--longest", "3")
+    answered: list[int] = []
+
+    def client() -> None:
+        with contextlib.suppress(OSError):  # the port is closed: nothing was asked
+            while True:
+                connection = http.client.HTTPConnection(server.address, timeout=30)
+                connection.connect()
+                connection.request("POST", f"/v2/models/{NAME}/infer", infer_json())
+                answered.append(connection.getresponse().status)
+
+    clients = [threading.Thread(target=client) for _ in range(8)]
+    for each in clients:
+        each.start()
+    while len(answered) < 20:
+        time.sleep(0.01)
+    assert server.end() == 0
+    for each in clients:
+        each.join(60)
+    assert set(answered) <= {200, 503, 504}, "answered, or told to ask another one"
+    assert server.event("ended")["time"] - server.event("ending")["time"] < 3 + 2
 
 
 @pytest.mark.parametrize(

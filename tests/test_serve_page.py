@@ -136,9 +136,13 @@ def test_the_switch_makes_load_that_the_chart_shows(opened: Any) -> None:
     page.locator("#chart rect").nth(2).wait_for(state="attached", timeout=30_000)
     page.locator("#busy").uncheck()
     assert "requests a second" in page.locator("#load").inner_text()
+    assert "requests a second" in page.locator("#top").inner_text()
+    heights = page.eval_on_selector_all("#chart rect", "all => all.map(each => Number(each.getAttribute('height')))")
+    tops = page.eval_on_selector_all("#chart rect", "all => all.map(each => Number(each.getAttribute('y')))")
+    assert max(heights) <= 160.01 and min(tops) >= -0.01, "the highest bar fits"
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 360)])
 def test_light_dark_and_on_a_phone(opened: Any, scheme: str, width: int, tmp_path: Path) -> None:
     page = opened(scheme, width).page
     assert page.evaluate("document.documentElement.scrollWidth") <= width

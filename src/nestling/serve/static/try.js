@@ -39,6 +39,9 @@ async function choose() {
     entry.prepend(make("i", "", tone(stage)));
     return entry;
   }));
+  const late = make("span", "late");
+  late.prepend(make("i", "", "late"));
+  $("legend").append(late);
   const samples = await (await get(`try/samples/${encodeURIComponent(model().name)}`)).json();
   $("samples").replaceChildren(...samples.map(sample => {
     const button = make("button"), image = make("img");
@@ -118,20 +121,21 @@ async function ask(blob, alt) {
 function chart(found) {
   history.push(found);
   history = history.slice(-points);
-  const width = 600 / points, parts = [];
+  const width = 600 / points, parts = [], most = Math.max(1, ...history.map(each => each.requests));
+  function bar(place, top, count, name) {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    const at = { x: place * width, y: top, width: width - 1, height: 160 * count / most };
+    for (const [key, value] of Object.entries(at)) made.setAttribute(key, value.toFixed(2));
+    made.setAttribute("class", name);
+    parts.push(made);
+  }
   history.forEach((each, index) => {
     const place = points - history.length + index;
     let top = 160;
-    each.stages.forEach((count, stage) => {
-      const height = each.requests ? 160 * count / each.requests : 0;
-      if (!height) return;
-      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      const at = { x: place * width, y: top -= height, width: width - 1, height };
-      for (const [name, value] of Object.entries(at)) bar.setAttribute(name, value.toFixed(2));
-      bar.setAttribute("class", tone(stage));
-      parts.push(bar);
-    });
+    each.stages.forEach((count, stage) => { if (count) bar(place, top -= 160 * count / most, count, tone(stage)); });
+    if (each.late) bar(place, top, each.late, "late");
   });
+  $("top").textContent = `height: up to ${(most / found.seconds).toFixed(0)} requests a second`;
   $("chart").replaceChildren($("chart").querySelector("title"), ...parts);
   const rate = (found.requests / found.seconds).toFixed(1);
   $("load").textContent = found.requests
