@@ -20,6 +20,7 @@ from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats, warm_jumps
 from nestling.runtime.engines.jumps import Begun, JumpEngine, soonest
 from nestling.runtime.forecast import Forecast, Recent, straight_to
+from nestling.runtime.pace import LENGTHS
 
 # --- the same answers --------------------------------------------------------------------------------------------
 
@@ -206,6 +207,55 @@ def test_a_busy_machine_gets_something_to_fall_back_on() -> None:
     assert beginnings.best(20.0) == 3
 
 
+def interrupted_pace(crowded: bool = True) -> Pace:
+    """D_1 takes 1, D_2 2, D_3 4; whoever works for 10 is interrupted once, for 4."""
+    pace = Pace([1.0, 1.5, 2.5], jumps=[2.0, 4.0])
+    pace.crowded = crowded
+    for _ in range(6):
+        pace.observe(3, 4.0 + 4.0, straight=True, wait=(4.0, 1))
+        for stage, latency in ((1, 1.0), (2, 2.0), (3, 4.0)):
+            pace.observe(stage, latency, straight=True)
+    return pace
+
+
+def test_being_interrupted_is_not_being_slow() -> None:
+    pace = interrupted_pace()
+    assert pace.slowdown == pytest.approx(1.0) and pace.quantile(3, 0.99, straight=True) == pytest.approx(4.0)
+    assert pace.waits[True].rate == pytest.approx(1 / 11) and pace.waits[True].lengths == [4.0] * LENGTHS
+    slow = Pace([1.0])
+    for _ in range(20):
+        slow.observe(1, 8.0)
+    assert slow.slowdown > 6 and not slow.waits[False].rate
+
+
+def test_who_may_be_interrupted_begins_with_what_fits_all_the_same() -> None:
+    pace = interrupted_pace()
+    beginnings = Beginnings(pace, [0.09, 0.07, 0.06], 0.9)
+    found = [beginnings.best(left) for left in (0.5, 1.5, 4.5, 5.5, 6.5, 7.5, 8.5)]
+    assert found == [1, 1, 1, 1, 2, 2, 3]  # 4 more than each takes
+    assert beginnings.best(6.5, price=4.0) == 2 and beginnings.best(5.5, price=4.0) == 1
+    pace.crowded = False  # there are processors for all: nobody was interrupted then
+    assert [beginnings.best(left) for left in (0.5, 1.5, 4.5)] == [1, 1, 3]
+
+
+def test_nobody_goes_on_who_may_come_late_by_it() -> None:
+    pace = interrupted_pace()
+    beginnings = Beginnings(pace, [0.09, 0.07, 0.06], 0.9)
+    assert not beginnings.goes_on(1, 1.6) and not beginnings.goes_on(1, 5.0) and beginnings.goes_on(1, 6.0)
+    pace.crowded = False
+    assert beginnings.goes_on(1, 1.6) and not beginnings.goes_on(1, 1.4) and not beginnings.goes_on(3, 100.0)
+
+
+def test_programs_take_turns_so_that_a_short_stage_is_interrupted_once() -> None:
+    pace = interrupted_pace()
+    assert pace.overruns(2, 6.1, straight=True) == (0.0, 0.0)
+    own, interrupted = pace.overruns(3, 8.1, straight=True)
+    assert own == 0.0 and interrupted == 0.0
+    for _ in range(64):
+        pace.observe(3, 5.0, straight=True, wait=(1.0, 1))
+    assert 0 < pace.overruns(3, 5.5, straight=True)[1] < 1  # now it is interrupted again after 1
+
+
 def test_a_slow_machine_needs_more_time_for_the_same() -> None:
     pace = Pace([1.0, 1.5], jumps=[2.0])
     beginnings = Beginnings(pace, [0.09, 0.07], 0.9)
@@ -250,7 +300,6 @@ def test_forecasts_look_at_questions_that_began_alike() -> None:
 
 def test_a_forecast_of_a_runtime_that_jumps() -> None:
     with jumping([0.01, 0.02, 0.04], [0.01, 0.02, 0.05]) as (runtime, _):
-        runtime.beginnings.look()
         for deadline, stage in ((0.001, 0), (0.015, 1), (0.027, 2), (10.0, 3), (None, 3), (math.inf, 3)):
             shares, _ = runtime.forecast(deadline)  # type: ignore[arg-type]
             assert shares[stage] == pytest.approx(1.0), (deadline, shares)

@@ -23,7 +23,7 @@ from nestling.runtime.beginning import Beginnings
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
-from nestling.runtime.pace import Pace
+from nestling.runtime.pace import NOTICED, Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
 from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
@@ -190,7 +190,7 @@ class Anytime:
             if self.worker.run_here(image, work, promise):
                 answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end, image.tried)
+                    promise.observe(self.clock() - end, image.tried, image.waited > NOTICED)
                 return answer
             image.deadline = min(image.deadline, due)
         waiting = Waiting(self.worker, self._form, [image], [due], began, promise)

@@ -1,21 +1,29 @@
-"""How long stages take here and now: profiled latencies times one slow-down, and how far that was off lately.
+"""How long stages take here and now: profiled latencies times one slow-down, how far that was off lately, and interruptions.
 
 In: the latency of each stage on the quiet device (from a profile, or from the first runs), and every latency observed
 since. Out: what the next stage will take, and quantiles of it. The slow-down is one number, filtered in the logarithm, so that
 twice as slow and twice as fast weigh the same. Quantiles are those of the last runs over what had been predicted for them:
-what the stages that are run tell about the machine goes for the others, too. How sure one must be is promise.py's business.
+what the stages that are run tell about the machine goes for the others, too. Waiting for a processor is no part of that: it
+takes as long whatever is interrupted, and comes the oftener the longer one works. How sure one must be is promise.py's business.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 
 GAIN = 0.2  # how much a new observation counts; a busy machine is noticed within about five stages
 LIMIT = 4.0  # one observation counts as at most so many times slower or faster than expected: stalls are rare, not news
 KEPT = 64  # runs of each stage that quantiles are taken from
+RUNS = 256  # of all stages together, by which interruptions are known: they are rare
+TIMES = 3  # that one stage is interrupted, at most
+LENGTHS = 4  # quantiles that stand for how long they are
+NOTICED = 0.2e-3  # seconds; who waits less has not been interrupted
 BEFORE = 8  # runs that went as predicted, as it were, before the first
+LONGER = 1.5  # times as long as it was given, a stage that was given up would have taken
 FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted
+Wait = tuple[float, int]  # seconds that a thread waited for a processor, and how many times
+CALM: Wait = (0.0, 0)
 
 
 class Pace:
@@ -26,7 +34,9 @@ class Pace:
         learnt from what is observed."""
         self.steps = [Timing(latency) for latency in latencies or [0.0] * stages]
         self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
-        self.observed = self.given_up = 0  # single images so far
+        self.crowded = False  # whether others wanted the processor when the question came that is answered now
+        self.waits = {False: Waits(), True: Waits()}
+        self.slowdown = 1.0  # as profiled; 2.0 = everything takes twice as long
         self._log = self._log_drag = 0.0
 
     @property
@@ -38,25 +48,23 @@ class Pace:
         return (self.jumps if straight else self.steps)[stage - 1]
 
     @property
-    def slowdown(self) -> float:
-        """1.0 = as profiled, 2.0 = everything takes twice as long."""
-        return math.exp(self._log)
-
-    @property
     def drag(self) -> float:
         """How much longer stages take than the fastest ones seen here; 1.0 on a machine that does nothing else."""
         return math.exp(self._log_drag)
 
-    def observe(self, stage: int, latency: float, images: int = 1, straight: bool = False) -> None:
-        """A stage took this long on so many images. Batches only tell what a further image adds."""
+    def observe(self, stage: int, latency: float, images: int = 1, straight: bool = False, wait: Wait = CALM) -> None:
+        """A stage took this long on so many images, of which it waited for a processor. Batches only tell what a further image
+        adds."""
+        latency -= wait[0]
         if latency <= 0:
             return
+        if images == 1:
+            self.waits[self.crowded].add(latency, *wait)
         timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
         if images != 1:
             added = max(0.0, latency - predicted) / (images - 1)
             timing.more = added if math.isnan(timing.more) else timing.more + GAIN * (added - timing.more)
             return
-        self.observed += 1
         timing.recent.add(latency / (predicted or latency))
         timing.fastest = min(timing.fastest, latency)
         drag = math.log(latency / timing.fastest) - self._log_drag
@@ -66,13 +74,15 @@ class Pace:
             return
         ratio = math.log(latency / timing.base) - self._log
         self._log += GAIN * max(-math.log(LIMIT), min(math.log(LIMIT), ratio))
+        self.slowdown = math.exp(self._log)
 
-    def gave_up(self, stage: int, after: float, straight: bool = False) -> None:
-        """A stage on one image was ended after so long. It would have taken longer: where that is news, it counts as this."""
+    def gave_up(self, stage: int, after: float, straight: bool = False, wait: Wait = CALM) -> None:
+        """A stage on one image was ended after so long. Where that is news, it counts as half as long again."""
+        worked = after - wait[0]
+        self.waits[self.crowded].add(worked, *wait)
         recent, predicted = self.timing(stage, straight).recent, self.predict(stage, straight=straight)
-        if predicted and after > predicted * recent.quantile(0.5):
-            recent.add(after / predicted)
-            self.given_up += 1
+        if predicted and worked > predicted * recent.quantile(0.5):
+            recent.add(LONGER * after / predicted)
 
     def skip(self, stage: int, straight: bool = False) -> None:
         """A stage was not begun, because it would hardly have been in time. Nobody learns then that it has become faster: so
@@ -92,6 +102,29 @@ class Pace:
         """The time in which this share of runs of a stage on one image is done, by the last of them; NaN if nothing is known."""
         return self.predict(stage, straight=straight) * self.timing(stage, straight).recent.quantile(share)
 
+    def overruns(self, stage: int, left: float, straight: bool = False) -> tuple[float, float]:
+        """The chances that a stage on one image is not done in time: by its own work, and because it is interrupted."""
+        timing, waits, predicted = (
+            self.timing(stage, straight),
+            self.waits[self.crowded],
+            self.predict(stage, straight=straight),
+        )
+        if not predicted:
+            return 0.0, 0.0
+        over, rate = timing.recent.over, waits.rate
+        if not rate:
+            return over(left / predicted), 0.0
+        work = predicted * timing.recent.quantile(0.5)
+        chance, before, interrupted = 1.0, 0.0, 0.0  # of so many interruptions; to be late after one less; of all
+        own = over(left / predicted) * math.exp(-rate * work)
+        for times in range(1, TIMES + 1):
+            chance *= 1 - math.exp(-rate * max(0.0, work - (times - 1) * waits.between))
+            if not chance:
+                break
+            longer = sum(over((left - times * length) / predicted) for length in waits.lengths) / LENGTHS
+            before, interrupted = longer, interrupted + chance * (longer - before)
+        return own, interrupted
+
 
 class Timing:
     """What is known of one stage, or of one beginning."""
@@ -102,6 +135,38 @@ class Timing:
         self.base, self.fastest, self.skipped = base, math.inf, 0
         self.more = math.nan  # what each further image of a batch adds; NaN = not seen yet
         self.recent = Recently(BEFORE if base else 0)
+
+
+class Waits:
+    """How often those who worked had to wait for a processor lately, and how long each time."""
+
+    __slots__ = ("lengths", "runs", "seen", "times", "worked")
+
+    def __init__(self) -> None:
+        self.runs: deque[tuple[float, int]] = deque()  # seconds worked, how many times they waited
+        self.worked, self.times = 0.0, 0  # of all these
+        self.seen: deque[float] = deque(maxlen=KEPT)  # seconds: how long turns are changes seldom
+        self.lengths: list[float] = []  # some of them, in order
+
+    @property
+    def rate(self) -> float:
+        """How often in a second of work."""
+        return self.times / self.worked if self.times else 0.0
+
+    @property
+    def between(self) -> float:
+        """Seconds of work after which one may be interrupted again: programs take turns, each for as long as the other."""
+        return self.lengths[0]
+
+    def add(self, worked: float, waited: float, times: int) -> None:
+        times = max(1, times) if waited > NOTICED else 0
+        old = self.runs.popleft() if len(self.runs) >= RUNS else (0.0, 0)
+        self.runs.append((worked, times))
+        self.worked, self.times = self.worked + worked - old[0], self.times + times - old[1]
+        if times:
+            self.seen.append(waited / times)
+            order = sorted(self.seen)
+            self.lengths = [order[(2 * place + 1) * len(order) // (2 * LENGTHS)] for place in range(LENGTHS)]
 
 
 class Recently:
@@ -124,3 +189,8 @@ class Recently:
     def quantile(self, share: float) -> float:
         order = self.order
         return order[min(len(order) - 1, int(share * len(order)))] if order else math.nan
+
+    def over(self, multiple: float) -> float:
+        """The share of runs that took longer than that."""
+        order = self.order
+        return 1 - bisect_right(order, multiple) / len(order) if order else 0.0

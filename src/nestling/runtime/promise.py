@@ -1,9 +1,10 @@
 """What a caller is promised about deadlines, and the feedback by which it is kept, whatever the load.
 
-`late` is the share of answers that may come after their deadline. Three numbers are moved by what happened: how much longer
+`late` is the share of answers that may come after their deadline. Four things are moved by what happened: how much longer
 than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline something must be done
-or a guard go off, and how long after it a first stage may still go on. Each moves one way when an answer was late and the other
-when not, in such steps that the share of late answers is the one promised. `late=None` promises nothing: be soon.
+or a guard go off, how long after it a first stage may still go on, and how bad it is to be interrupted and late. Each moves
+one way when an answer was late and the other when not, in such steps that the share of late answers is the one promised.
+`late=None` promises nothing: be soon.
 """
 
 import math
@@ -31,15 +32,18 @@ class Promise:
     def __init__(self, late: float | None = LATE) -> None:
         self.late = late
         self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
-        # An answer of the caller's own thread is late for one of four reasons, which share what is promised: the first has half.
-        self.early = Margin((late or 0.5) / 2)  # how much before the deadline D_s must usually be done to be begun with
+        # An answer of the caller's own thread is late for one of five reasons, which share what is promised: two have half.
+        self.early = Margin((late or 0.5) / 4)  # how much before the deadline D_s must usually be done to be begun with
+        self.price = Price((late or 0.5) / 4)
         share = (late or 0.5) / 6
         self.caution, self.guard, self.grace = Caution(share), Margin(share), Grace(share)
 
-    def observe(self, late: float, tried: str) -> None:
+    def observe(self, late: float, tried: str, interrupted: bool = False) -> None:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
-        last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED)."""
-        was_late = late > 0
+        last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was
+        interrupted learns nothing about margins: less must be begun with where that may happen."""
+        self.price.observe(late > 0 and interrupted and tried != "first")
+        was_late = late > 0 and not interrupted
         self.caution.observe(was_late and tried == "sure")
         self.guard.observe(self.guard.value + late if was_late and tried == "guarded" else 0.0)
         self.grace.observe(was_late and tried in ("first", "jump"))
@@ -56,6 +60,19 @@ class Caution:
 
     def observe(self, late: bool) -> None:
         """An answer whose stages were begun without a guard came, late or not."""
+        self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
+
+
+class Price:
+    """How many times worse than no answer a late one is, in plans."""
+
+    LEAST, MOST = 1.0, 4.0
+
+    def __init__(self, late: float) -> None:
+        self.step, self.value = StepSizes(late), 1.0
+
+    def observe(self, late: bool) -> None:
+        """An answer came; late, because somebody was interrupted who might have begun with less, or not."""
         self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
 
 

@@ -48,6 +48,7 @@ class ImageWork:
         "thresholds",
         "trail",
         "tried",
+        "waited",
         "work",
     )
 
@@ -57,6 +58,7 @@ class ImageWork:
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
         self.tried = "sure"  # what the last stage was (promise.TRIED)
+        self.waited = 0.0  # seconds that its caller's thread waited for a processor
         self.error: Exception | None = None
         self.listeners: tuple[tuple[Listener, bool], ...] = ()  # and whether they want every stage's news
         self.work: Work | None = None

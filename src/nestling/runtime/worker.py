@@ -26,7 +26,8 @@ from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
-from nestling.runtime.pace import Pace
+from nestling.runtime.pace import CALM, Pace
+from nestling.runtime.processor import Processor
 from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
 from nestling.runtime.work import ImageWork, News, Work
 
@@ -54,7 +55,8 @@ class Worker:
             threading.Lock()
         )  # whoever runs a stage holds it; taken before `lock`, never while holding that
         self.here = 0  # the thread that runs stages itself, if any
-        self.guard = Guard(clock)
+        self.guard, self.processor = Guard(clock), Processor()
+        self.wait = CALM  # for a processor, of the stage that was run last
         self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
@@ -137,6 +139,7 @@ class Worker:
         if self.thread is not threading.current_thread():
             self.thread.join()
         self.guard.close()
+        self.processor.close()
         if self.here != threading.get_ident():  # a signal's handler may close what its own thread is running
             with self.engine_lock:
                 self.engine.close()
@@ -176,23 +179,26 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
+        pace.crowded = self.processor.crowded()
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
-            stage, first = self.next_stage(work, left - (0.0 if soon else promise.early.value)), not image.best[0]
+            early, price = (0.0, 1.0) if soon else (promise.early.value, promise.price.value)
+            stage, first = self.next_stage(work, left - early, price), not image.best[0]
             straight = stage > work.done + 1
             if image.trail is not None and not work.done:
                 image.trail.first = stage
             likely = pace.quantile(stage, HOPE, straight)
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            risky = soon or pace.drag > BUSY or likely > left - promise.guard.value
-            if not sure and not first and risky:  # who is interrupted while it runs comes late with what is there
+            hopeless = not sure and (soon or likely > left - promise.guard.value)
+            if not first and left < inf and (hopeless or not self.beginnings.goes_on(stage - 1, left, price)):
                 pace.skip(stage)
                 break
             image.tried = ("jump" if straight else "first") if first else "sure" if sure else "guarded"
             if not (sure or soon or self.engine.stops):
                 return False
-            if not soon and left < inf and self.engine.stops:
+            alone = image.tried == "first" and likely <= left  # whoever is interrupted then has nothing less to give
+            if not soon and left < inf and self.engine.stops and not (pace.crowded and alone):
                 margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
                 if first:
                     margin = -promise.grace.value if likely <= left else min(margin, left / 10)
@@ -200,16 +206,17 @@ class Worker:
             began = self.clock()
             done = self.advance(work, stage)
             self.guard.off()
+            image.waited += self.wait[0]
             if not done:
-                pace.gave_up(stage, self.clock() - began, straight)
+                pace.gave_up(stage, self.clock() - began, straight, self.wait)
                 break
         return True
 
-    def next_stage(self, work: Work, left: float) -> int:
+    def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
         if work.done or not (work.straight and self.engine.jumps):
             return work.done + 1
-        return self.engine.stages if left == inf else self.beginnings.first(left)
+        return self.engine.stages if left == inf else self.beginnings.first(left, price)
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
@@ -345,16 +352,17 @@ class Worker:
             elif work.pick is not None:
                 work.state = self.engine.take(work.state, work.pick)
             work.pick = None
-            began = self.clock()
+            began, before = self.clock(), self.processor.waited()
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
+            self.wait = self.processor.since(before)
             return False
         except Exception as error:
             for image in work.images:
                 image.fail(error)
             return False
-        now = self.clock()
-        self.pace.observe(stage, now - began, len(work.images), straight)
+        now, self.wait = self.clock(), self.processor.since(before)
+        self.pace.observe(stage, now - began, len(work.images), straight, self.wait)
         work.done = stage
         self.publish(work.images, stage, logits, now)
         return True

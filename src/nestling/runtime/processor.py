@@ -1,0 +1,67 @@
+"""What other programs do to a thread that works: whether there are processors for all, and how long it had to wait for one.
+
+Linux tells both at once, in a microsecond each (/proc/loadavg, /proc/thread-self/schedstat). Elsewhere nobody waits, as far as
+is known: then a stage that was interrupted is a slow one. Knows nothing of stages.
+"""
+
+import os
+import threading
+
+PROCESSORS = os.cpu_count() or 1  # of the whole machine, as its load is
+NANOSECONDS = 1e-9
+
+
+class Numbers:
+    """A small file of the kernel's, read again and again."""
+
+    def __init__(self, path: str) -> None:
+        self.file = -1
+        try:
+            self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.read()
+        except (OSError, AttributeError):
+            self.close()
+
+    def read(self) -> list[bytes]:
+        """Its words; none if there is no such file."""
+        return os.pread(self.file, 128, 0).split() if self.file >= 0 else []
+
+    def close(self) -> None:
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Processor:
+    """Asked by any thread, about itself."""
+
+    def __init__(self) -> None:
+        self.load = Numbers("/proc/loadavg")  # ... running/all ...
+        self.own = threading.local()
+
+    def crowded(self) -> bool:
+        """Whether more threads want a processor now than there are."""
+        words = self.load.read()
+        return len(words) > 3 and int(words[3].partition(b"/")[0]) > PROCESSORS
+
+    def waited(self) -> tuple[float, int]:
+        """Seconds that this thread has been ready to run so far while others ran, and how many times it was let in."""
+        times = getattr(self.own, "times", None)
+        if times is None:
+            times = self.own.times = Numbers(
+                "/proc/thread-self/schedstat"
+            )  # nanoseconds running, waiting; times let in
+        words = times.read()
+        return (int(words[1]) * NANOSECONDS, int(words[2])) if len(words) > 2 else (0.0, 0)
+
+    def since(self, before: tuple[float, int]) -> tuple[float, int]:
+        """The same, after something else."""
+        seconds, times = self.waited()
+        return seconds - before[0], times - before[1]
+
+    def close(self) -> None:
+        """Let the files go. Who reads one meanwhile keeps it until then."""
+        self.load, self.own = Numbers(""), threading.local()
