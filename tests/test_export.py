@@ -391,6 +391,11 @@ def test_int8_says_what_it_costs_on_real_data(run: Path) -> None:
     result = command(str(run), int8=True)
     assert show(result).row_count == 3 and result["precision"] == "int8"
     price = result["about"]["int8"]
+    for after, slower in ((9.0, True), (0.1, False)):
+        times = {"ms_before": [1.0] * 3, "ms_after": [after] * 3}
+        caption = show(result | {"about": result["about"] | {"int8": price | times}}).caption
+        assert ("use float32 on this machine" in str(caption)) is slower
+    assert result["about"]["measured"]["on"] and result["about"]["measured"]["at"].startswith("20")
     assert price["images"] == 360 and result["network"]["errors"] == price["error_after"]
     results = json.loads((run / "results.json").read_text())["stages"]
     assert price["error_before"] == pytest.approx([row["error"] for row in results], abs=1e-6)

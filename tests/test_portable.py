@@ -1,11 +1,14 @@
 """nestling.runtime.portable: the same answers and deadlines without torch, and nothing that is not what was exported."""
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +334,64 @@ def test_a_graph_within_a_graph_within_a_graph() -> None:
     assert not has_external_data(model.SerializeToString())
     graph.sparse_initializer.add().indices.data_location = 1
     assert has_external_data(model.SerializeToString())
+
+
+# --- without nestling at all ------------------------------------------------------------------------------------------
+
+
+def fits(found: Any, schema: dict[str, Any]) -> bool:
+    """As much of JSON Schema as ours uses."""
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float)}
+    if "const" in schema or "enum" in schema:
+        return found in schema.get("enum", [schema.get("const")])
+    if not isinstance(found, kinds[schema["type"]]) or isinstance(found, bool):
+        return False
+    if isinstance(found, str):
+        return re.search(schema.get("pattern", ""), found) is not None
+    if isinstance(found, list):
+        return all(fits(each, schema["items"]) for each in found)
+    if isinstance(found, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        rest = [value for key, value in found.items() if key not in known]
+        right = all(others is not False and (others is True or fits(value, others)) for value in rest)
+        named = all(fits(found[key], known[key]) for key in known if key in found)
+        return right and named and set(schema.get("required", ())) <= set(found)
+    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+    return bool(least <= found <= most and found > schema.get("exclusiveMinimum", -math.inf))
+
+
+def test_a_manifest_is_what_its_schema_says(folder: Path) -> None:
+    schema = json.loads((resources.files("nestling.export") / "manifest.schema.json").read_text())
+    found = json.loads((folder / MANIFEST).read_text())
+    assert fits(found, schema)
+    assert set(schema["properties"]) == set(found) and set(schema["properties"]["network"]["properties"]) == set(
+        found["network"]
+    )
+    for spoil in (
+        {"version": 2}, {"form": "tf"}, {"more": 1}, {"shapes": {"input": [0]}}, {"latencies": [-1.0]},
+        {"stages": [found["stages"][0] | {"file": "../x"}]}, {"stages": [found["stages"][0] | {"sha256": "x"}]},
+        {"network": found["network"] | {"errors": [2.0]}},
+    ):  # fmt: skip
+        assert not fits(found | spoil, schema), spoil
+    assert not fits({key: value for key, value in found.items() if key != "shapes"}, schema)
+
+
+CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
+
+
+@pytest.mark.parametrize("client", ["stages.py", "stages.mjs"])
+def test_clients_of_twenty_lines_answer_as_we_do(exported: tuple[NestedNet, Path], client: str) -> None:
+    net, folder = exported
+    program = sys.executable if client.endswith("py") else shutil.which("node")
+    at = os.environ.get("NESTLING_NODE", ".")  # the folder where onnxruntime-node is installed
+    if program is None or (client.endswith("mjs") and not Path(at, "node_modules", "onnxruntime-node").is_dir()):
+        pytest.skip("npm install onnxruntime-node, and name that folder in NESTLING_NODE")
+    image = torch.randn(1, 8, 8)
+    with torch.no_grad():
+        expected = [f"{stage} {int(logits.argmax())}" for stage, logits in enumerate(net(image[None]), start=1)]
+    for seconds, count in ((60, len(expected)), (0, 1)):
+        ran = subprocess.run(
+            [program, str(CLIENTS / client), str(folder), str(seconds)],
+            input=image.numpy().tobytes(), capture_output=True, cwd=at, timeout=120, check=True,
+        )  # fmt: skip
+        assert ran.stdout.decode().split("\n")[:-1] == expected[:count]

@@ -5,6 +5,7 @@ image at a time and 32 together, or whose error in 8 bits is stated, and how lon
 nestling.export's business, running that of the engines.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from nestling.export.manifest import Manifest
 from nestling.export.spec import Spec
 from nestling.export.write import versions, write_graphs, write_stages
 from nestling.nets import NestedNet
+from nestling.runs.provenance import device_name
 from nestling.runtime.engine import Engine, Floats, Stop, warm_up
 
 TOLERANCE = 1e-4  # of logits, relative to the largest where that is above 10
@@ -58,7 +60,7 @@ def export_net(
     def complete(place: Path, manifest: Manifest) -> Manifest:
         engine = OPENERS[form](place, manifest)
         try:
-            story = {**(manifest.about or {}), "verified": verify(engine, net, images)}
+            story = {**(manifest.about or {}), "verified": verify(engine, net, images), "measured": here_and_now()}
             return replace(manifest, latencies=tuple(warm_up(engine, spec.shape)), about=story)
         finally:
             engine.close()
@@ -102,13 +104,18 @@ def export_int8(
             "ms_before": [1e3 * t for t in warm_up(plain, spec.shape, 20)],
             "ms_after": [1e3 * t for t in warm_up(engine, spec.shape, 20)],
         }
-        story = {**(manifest.about or {}), "verified": verified, "int8": price}
+        story = {**(manifest.about or {}), "verified": verified, "int8": price, "measured": here_and_now()}
         # The errors a user may expect are those of these graphs, not those of the run.
         known_now = replace(spec, errors=tuple(after))
         return replace(manifest, spec=known_now, latencies=tuple(warm_up(engine, spec.shape)), about=story)
 
     made = Manifest(spec, "onnx", "int8", (), known, (), {**about, "versions": versions("onnx")})
     return write_graphs(in_8_bits(), made, folder, complete)
+
+
+def here_and_now() -> dict[str, str]:
+    """Where and when latencies are measured."""
+    return {"on": device_name("cpu"), "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "threads": "1"}
 
 
 def error(logits: Floats, labels: NDArray[np.int64]) -> float:

@@ -1,0 +1,24 @@
+"""Exported stages by hand, in Python with numpy and onnxruntime alone: every stage's answer until time is up.
+
+python stages.py FOLDER SECONDS < pixels     # float32, normalised, in the order C,H,W; prints "stage class" lines
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+manifest = json.loads((folder / "manifest.json").read_text())
+sessions = [onnxruntime.InferenceSession(folder / stage["file"]) for stage in manifest["stages"]]
+image = np.frombuffer(sys.stdin.buffer.read(), np.float32).reshape(1, *manifest["network"]["shape"])
+began, values = time.monotonic(), {"input": image}
+for stage, session in zip(manifest["stages"], sessions, strict=True):
+    names = ["logits", *stage["gives"]]
+    values |= zip(names, session.run(names, {name: values[name] for name in stage["takes"]}), strict=True)
+    print(stage["stage"], values["logits"][0].argmax())
+    if time.monotonic() - began >= seconds:
+        break
