@@ -66,7 +66,7 @@ class Caution:
 class Price:
     """How many times worse than no answer a late one is, in plans."""
 
-    LEAST, MOST = 1.0, 4.0
+    LEAST, MOST = 1.0, 2.0
 
     def __init__(self, late: float) -> None:
         self.step, self.value = StepSizes(late), 1.0
