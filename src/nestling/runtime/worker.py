@@ -26,7 +26,7 @@ from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
-from nestling.runtime.pace import CALM, Pace
+from nestling.runtime.pace import CALM, Pace, Wait
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
 from nestling.runtime.work import ImageWork, News, Work
@@ -355,17 +355,21 @@ class Worker:
             began, before = self.clock(), self.processor.waited()
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
-            self.wait = self.processor.since(before)
+            self.wait = self.waited(before)
             return False
         except Exception as error:
             for image in work.images:
                 image.fail(error)
             return False
-        now, self.wait = self.clock(), self.processor.since(before)
+        now, self.wait = self.clock(), self.waited(before)
         self.pace.observe(stage, now - began, len(work.images), straight, self.wait)
         work.done = stage
         self.publish(work.images, stage, logits, now)
         return True
+
+    def waited(self, before: Wait) -> Wait:
+        """For a processor, since then. An engine that cannot be stopped works elsewhere: this thread only waits for it."""
+        return self.processor.since(before) if self.engine.stops else CALM
 
     def publish(self, images: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
         last = stage == self.engine.stages
