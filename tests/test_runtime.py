@@ -330,7 +330,7 @@ def test_the_first_stage_is_always_tried() -> None:
 def test_a_stage_that_cannot_be_stopped_is_left_to_the_workers_thread() -> None:
     runtime, engine = where(0.01, 1.0, stops=False, pace=Pace([0.01, 0.13]))
     with runtime:
-        runtime._promise(LATE).caution.value = 1.5  # likely in time, not surely, also where this machine is a little slow
+        runtime._promise(LATE).caution.value = 1.5  # likely in time, not surely
         began = time.monotonic()
         assert runtime.answer(image(), deadline=0.19).stage == 1
         assert time.monotonic() - began < 0.19 + SLACK
