@@ -341,7 +341,7 @@ def test_a_graph_within_a_graph_within_a_graph() -> None:
 
 def fits(found: Any, schema: dict[str, Any]) -> bool:
     """As much of JSON Schema as ours uses."""
-    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float)}
+    kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float)}
     if "const" in schema or "enum" in schema:
         return found in schema.get("enum", [schema.get("const")])
     if not isinstance(found, kinds[schema["type"]]) or isinstance(found, bool):
