@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from nestling.commands.evaluate import of_seeds
 from nestling.errors import NestlingError
 from nestling.nets import plan
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.report.paper.claims import at_equal_cost, claims, priorities
 from nestling.report.paper.findings import MARK, PAGES, filled, write_findings
 from nestling.report.paper.tables import coverage_table, network_table, words
-from nestling.studies.paper.results import compare
+from nestling.runs.folder import shipped
+from nestling.runs.open import resolve
+from nestling.studies.paper.cards import seeds
+from nestling.studies.paper.results import compare, read_results
 from nestling.studies.paper.statistics import Estimate, estimate, gain, image_error, verdict
 
 ROOT = Path(__file__).parent.parent
@@ -171,3 +175,16 @@ def test_pages_without_marks_or_with_unknown_ones_are_refused(tmp_path: Path) ->
     assert (
         page.read_text().startswith("before\n") and page.read_text().endswith("after") and "old" not in page.read_text()
     )
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_card_says_what_all_seeds_of_its_recipe_do(name: str) -> None:
+    """The mean, not the better seed. If this fails, results have come: python -m nestling.studies.paper.cards results."""
+    run = resolve(name)
+    found = seeds(run.recipe, read_results(str(ROOT / "results")))
+    assert run.results.get("seeds", {}) == found
+    if name == "width-resnet42-cifar10":
+        assert found["n"] >= 3 and found["std"][0] is not None
+        said = of_seeds({"seeds": found})
+        assert said.startswith("3 seeds of its recipe, on all test images: 8.20 ± 0.2") and said.endswith(" %; ")
+    assert of_seeds({}) == ""

@@ -26,7 +26,8 @@ def command(run: str, device: str = "auto", sample: bool = False, build: str = "
     split = "validation" if opened.recipe.data.validation and not sample else "test"
     found, tensors = evaluate(opened.net(chosen, found_data), found_data, split, train=opened.recipe.train)
     if sample or opened.comes_with_us:
-        return {"run": run, "stored": False, **found, "card": card(opened.results, sample)}
+        seeds = opened.results.get("seeds", {})
+        return {"run": run, "stored": False, **found, "card": card(opened.results, sample), "seeds": seeds}
     result = {"run": str(opened.path), "stored": True, **found}
     try:
         keep(opened, found_data, found, tensors)
@@ -52,7 +53,7 @@ def show(result: dict[str, Any]) -> Table:
     table = Table("stage", "size", "error %", second, "ECE %", "MACs", "repaired %", "broken %", title=title)
     if not result.get("stored", True):
         told = " / ".join(f"{100 * error:.2f}" for error in result.get("card", ()))
-        table.caption = (f"its card says {told} %; " if told else "") + "nothing is stored"
+        table.caption = (f"its card says {told} %; " if told else "") + of_seeds(result) + "nothing is stored"
     moves = {move["to"]: move for move in result["transitions"]}
     for row in result["stages"]:
         move = moves.get(row["stage"])
@@ -61,6 +62,15 @@ def show(result: dict[str, Any]) -> Table:
         other = f"{100 * row['top5']:.2f}" if "top5" in row else f"{row['loss']:.3f}"
         table.add_row(str(row["stage"]), row["size"], error, other, ece, amount(row["macs"]), *changes)
     return table
+
+
+def of_seeds(result: dict[str, Any]) -> str:
+    """What the card says of all seeds of its recipe, on all test images."""
+    if not result.get("seeds"):
+        return ""
+    n, means, spreads = (result["seeds"][key] for key in ("n", "mean", "std"))
+    each = [f"{100 * m:.2f}" + (f" ± {100 * s:.2f}" if s else "") for m, s in zip(means, spreads, strict=True)]
+    return f"{n} seed{'s' * (n > 1)} of its recipe, on all test images: {' / '.join(each)} %; "
 
 
 def show_otherwise(result: dict[str, Any], title: str) -> Table:
