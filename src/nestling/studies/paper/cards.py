@@ -1,4 +1,4 @@
-"""What all seeds of a recipe say, on the card of the network that comes with us: `python -m nestling.studies.paper.cards results`.
+"""What the seeds of a recipe say, on the card of a network that comes with us: `python -m nestling.studies.paper.cards results`.
 
 In: rows of results, the networks that come with us. Out: `seeds` in the results.json of each that has rows: how many seeds of its
 recipe were trained, their mean error and its sample standard deviation, stage by stage. The network is one of them, not the mean.
