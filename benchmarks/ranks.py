@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--methods", nargs="+", default=[*STRATEGIES, *RIVALS])
     parser.add_argument("--types", nargs="+", default=list(TYPES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS[1:]))
+    parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS[1:]))
     parser.add_argument("--json", metavar="FILE", help="write the rows there, beside those of the other question")
     given = parser.parse_args()
     rows = (
