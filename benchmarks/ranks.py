@@ -91,7 +91,7 @@ def trained(network: str, method: str, dtype: str, reverse: bool = False) -> dic
     ]
     name, _, smooth = network.partition("+")
     if smooth:  # softplus for ReLU, in this process from here on
-        torch.relu = F.relu = lambda x, inplace=False: F.softplus(x)
+        F.relu = F.softplus  # type: ignore[assignment]
     recipe = override(named(name), [*SMALL, *settings])
     with tempfile.TemporaryDirectory() as folder:
         training = (InFloat64 if dtype == "float64" else Training)(recipe, RunDir(folder))
