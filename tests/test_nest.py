@@ -489,6 +489,17 @@ def test_groups_that_stripes_would_cut_are_born_whole(sweep: ModuleType) -> None
     sweep.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
 
 
+def test_groups_whose_inputs_were_shuffled_are_born_whole(sweep: ModuleType) -> None:
+    """As in IGCV3 and ESPNetv2: stripes hold whole groups, but what each group reads is of several stripes."""
+    layers = (nn.Conv2d(8, 32, 1, groups=2), nn.ChannelShuffle(2), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 16, 1, groups=2))
+    module = stirred(backbone(*layers, nn.Conv2d(16, 16, 1, groups=4), nn.ReLU(), out=16)).eval()
+    net = nest(module, "w,w", shape=IMAGE, uneven=True)
+    for node in (node for node in net.plan.nodes if getattr(node.op, "groups", 1) in (2, 4)):
+        size = node.channels // node.op.groups  # type: ignore[attr-defined]
+        assert all(len(set(node.births[i : i + size])) == 1 for i in range(0, node.channels, size))
+    sweep.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
+
+
 def test_auxiliary_heads_are_left_out_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     class Auxiliary(nn.Module):
         def __init__(self) -> None:

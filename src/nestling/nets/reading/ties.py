@@ -7,7 +7,7 @@ cut into stripes as far as its ties leave a choice. Pure: no tensors, and it doe
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from nestling.errors import NestlingError
@@ -45,8 +45,36 @@ class Ties:
 
 def give_births(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str) -> list[Node]:
     """The nodes with births. The channels of the first node, the input, are all born at stage 1."""
+    whole: set[str] = set()  # layers whose groups are born whole, because stripes would cut them
+    while True:
+        made = born(nodes, growth, uneven, net, whole)
+        by_name = {node.name: node for node in made}
+        torn = {node.name for node in made if node.op.weighted and is_torn(node, by_name[node.reads[0]])}
+        if not uneven or torn <= whole:
+            return made
+        whole |= torn
+
+
+def is_torn(node: Node, read: Node) -> bool:
+    """Whether some groups of a layer have no rows for inputs that are born, or no inputs for rows, and others have."""
+    groups = getattr(node.op, "groups", 1)
+    rows, inputs = node.channels // groups, read.channels // groups
+    if groups == 1 or inputs == 1:
+        return False
+    parts = []
+    for group in range(groups):
+        mine = node.births[group * rows : (group + 1) * rows]
+        theirs = read.births[group * inputs : (group + 1) * inputs]
+        parts.append((mine, theirs))
+    began_apart = any(min(mine) != min(theirs) for mine, theirs in parts)
+    unread = {sum(birth > max(mine) for birth in theirs) for mine, theirs in parts}
+    return began_apart or len(unread) > 1
+
+
+def born(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str, whole: Set[str]) -> list[Node]:
+    """The nodes with births, the groups of the layers `whole` each at once."""
     ties = Ties()
-    channels = tie_channels(nodes, ties, growth if uneven else None)
+    channels = tie_channels(nodes, ties, growth if uneven else None, whole)
     parts = parts_of(nodes, channels, ties)
     made: dict[str, Node] = {}
     for node in nodes:
@@ -113,13 +141,15 @@ def split(channels: list[int], parts: dict[int, set[str]], ties: Ties, growth: G
     return list(found.values()) if fits else [channels]
 
 
-def whole_groups(node: Node, reads: Sequence[Node], growth: Growth) -> Iterator[tuple[range, range]]:
+def whole_groups(
+    node: Node, reads: Sequence[Node], growth: Growth, whole: Set[str]
+) -> Iterator[tuple[range, range]]:
     """The rows and inputs of each group of a layer whose groups stripes can neither hold whole nor cut alike."""
     groups = getattr(node.op, "groups", 1)
     if not node.op.weighted or groups in (1, reads[0].channels):
         return
     rows, inputs = node.channels // groups, reads[0].channels // groups
-    if not (grow_alike(groups, rows, growth) and grow_alike(groups, inputs, growth)):
+    if node.name in whole or not (grow_alike(groups, rows, growth) and grow_alike(groups, inputs, growth)):
         for group in range(groups):
             yield range(group * rows, (group + 1) * rows), range(group * inputs, (group + 1) * inputs)
 
@@ -131,7 +161,9 @@ def grow_alike(groups: int, each: int, growth: Growth) -> bool:
     return not cut or (max(cut) == 0 and each in edges)
 
 
-def tie_channels(nodes: Sequence[Node], ties: Ties, uneven: Growth | None = None) -> dict[str, list[int]]:
+def tie_channels(
+    nodes: Sequence[Node], ties: Ties, uneven: Growth | None = None, whole: Set[str] = frozenset()
+) -> dict[str, list[int]]:
     """For every node, the class of each of its channels. With `uneven` stripes, groups that they would cut are born whole."""
     by_name = {node.name: node for node in nodes}
     found: dict[str, list[int]] = {}
@@ -147,7 +179,7 @@ def tie_channels(nodes: Sequence[Node], ties: Ties, uneven: Growth | None = None
         if not node.reads:
             ties.birth.update(dict.fromkeys(mine, 1))
         found[node.name] = mine
-        for rows, inputs in whole_groups(node, reads, uneven) if uneven else ():
+        for rows, inputs in whole_groups(node, reads, uneven, whole) if uneven else ():
             for one, other in itertools.pairwise([*(mine[row] for row in rows), *(classes[0][c] for c in inputs)]):
                 ties.tie(one, other)
         if node.shares:  # one entry of a weight has one birth, wherever it is used
