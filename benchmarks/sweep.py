@@ -3,6 +3,7 @@
     python benchmarks/sweep.py                            a table, and results/sweep.csv; rows that are there are kept
     python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
     python benchmarks/sweep.py --minutes 30               stop after so long; call it again to go on
+    python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
 
 Random weights, batch 2, float32, small images where the model takes them. Each way that nests a model is then held to everything:
 last answer against the module (keep, exits), stages against the whole, NaN in all that is born later, multiply-accumulates as
@@ -308,11 +309,32 @@ def tally(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def table(rows: list[dict[str, Any]], kind: str = "conv") -> str:
+    """How many families of each library were made anytime in each way, and why the others were not."""
+    lines = [f"| {kind} | families | {' | '.join(WAYS)} |", "|---" * (2 + len(WAYS)) + "|"]
+    for library in sorted({row["library"] for row in rows}):
+        mine = [row for row in rows if row["library"] == library and row["kind"] == kind]
+        made = " | ".join(str(sum(row[way] == "ok" for row in mine)) for way in WAYS)
+        lines.append(f"| {library} | {len(mine)} | {made} |")
+    lines += ["", "| not made | way | because |", "|---|---|---|"]
+    for row in (row for row in rows if row["kind"] == kind):
+        words: dict[str, list[str]] = {row[f"why_{way}"]: [] for way in WAYS if row[way] != "ok"}
+        for way in WAYS:
+            if row[way] != "ok":
+                words[row[f"why_{way}"]].append(way)
+        lines += [f"| {row['model']} | {', '.join(ways)} | {why} |" for why, ways in words.items()]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only models whose name holds this text; nothing is written")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
+    if options.table:
+        print(table(already()))
+        return
     until = time.monotonic() + 60 * options.minutes
     rows = [] if options.only else already()
     done = {(row["library"], row["family"]) for row in rows}

@@ -347,6 +347,58 @@ def test_weights_made_of_others_are_taken_as_they_are(how: str, caplog: pytest.L
         assert torch.allclose(nestling.exits(module, ("0",), IMAGE).eval()(x)[-1], module(x))
 
 
+def standardised(m: Does, y: Tensor) -> Tensor:
+    """As in timm's StdConv2d."""
+    rows = F.batch_norm(m.w.reshape(1, 8, -1), None, None, training=True, momentum=0.0, eps=1e-6)
+    return F.conv2d(y, rows.reshape_as(m.w), m.b)
+
+
+def masked(m: Does, y: Tensor) -> Tensor:
+    return F.conv2d(y, m.w * (m.w.detach().abs() > 0.05), m.b)
+
+
+def blurred(m: Does, y: Tensor) -> Tensor:
+    return F.conv2d(y, m.get_buffer("blur").expand(8, 1, 3, 3), groups=8)
+
+
+@pytest.mark.parametrize("function", [standardised, masked, blurred])
+def test_weights_made_while_running_are_taken_as_they_are(
+    function: Callable[[Does, Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    module = Does(function)
+    module.register_buffer("blur", torch.rand(1, 1, 3, 3))
+    for net in (one_stage(module), nestling.keep(module, (1 / 2,), IMAGE)):
+        with torch.no_grad():
+            x = torch.randn(2, *IMAGE)
+            assert torch.allclose(net.eval()(x)[-1], module.eval()(x), atol=1e-6)
+    assert ("are made of others" in caplog.text) == (function is not blurred)
+    assert nest(module, "w", shape=IMAGE).plan.stages == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_weight_and_what_another_is_made_of_are_not_taken_apart(first: bool) -> None:
+    def both(m: Does, y: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(y, m.w), m.w * 2) if first else F.conv2d(F.conv2d(y, m.w * 2), m.w)
+
+    with pytest.raises(NestlingError, match=r"serves? other places too"):
+        one_stage(Does(both))
+
+
+def test_a_weight_computed_from_the_image_is_refused() -> None:
+    def dynamic(m: Does, y: Tensor) -> Tensor:
+        return F.conv2d(y, F.adaptive_avg_pool2d(y, 1)).sum(1, keepdim=True).expand(-1, 8, -1, -1)
+
+    with pytest.raises(NestlingError, match="its weight is computed from the image"):
+        one_stage(Does(dynamic))
+
+
+def test_code_that_cannot_be_watched_is_refused_as_such() -> None:
+    for way in (one_stage, lambda module: nestling.exits(module, ("conv",), IMAGE)):
+        with pytest.raises(NestlingError, match="code that cannot be watched"):
+            way(Does(lambda m, y: torch.autograd.Variable(y)))  # type: ignore[no-untyped-call]
+
+
 class Named(nn.Module):
     """A backbone whose layers have the names they are given."""
 

@@ -2,16 +2,13 @@
 each operation is understood, and what cannot keep the rule is refused by name."""
 
 import csv
-import importlib.util
 import re
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import promises
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,19 +24,6 @@ from nestling.nets.net import NestedNet
 from nestling.nets.reading.ties import quotas
 
 ROOT = Path(__file__).parent.parent
-BENCHMARK = ROOT / "benchmarks" / "nest_pytorchcv.py"
-
-
-@pytest.fixture(scope="module")
-def sweep() -> ModuleType:
-    """The benchmark over all of pytorchcv: its checks are the ones used here."""
-    spec = importlib.util.spec_from_file_location("nest_pytorchcv", BENCHMARK)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nest_pytorchcv"] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 # --- real backbones: a small member of each family ---------------------------------------------------------------
 
@@ -54,7 +38,7 @@ FAMILIES = {
     "nin_cifar10": "nested",
     "ror3_56_cifar10": "nested",
     "diaresnet20_cifar10": "nested",  # all units of a stage share one LSTM
-    "xdensenet40_2_k24_bc_cifar10": "refused",  # weights are multiplied by a mask while running
+    "xdensenet40_2_k24_bc_cifar10": "nested",  # weights are multiplied by a mask while running
     "shakedropresnet20_cifar10": "refused",  # random signs in training
     "msdnet22_cifar10": "nested unevenly",  # Python decides by shapes
     "resdropresnet20_cifar10": "refused",  # random numbers decide what runs
@@ -62,9 +46,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_real_backbones_keep_the_promises(name: str, sweep: ModuleType) -> None:
+def test_real_backbones_keep_the_promises(name: str) -> None:
     pytest.importorskip("pytorchcv")
-    row = sweep.examine(name, sweep.models()[name])
+    row = promises.examine(name, promises.models()[name])
     assert row["outcome"] == FAMILIES[name]
     if row["outcome"] != "refused":
         assert row["macs_w1"] < row["macs_w2"] < row["macs_w4"] < row["macs_unnested"]
@@ -72,30 +56,14 @@ def test_real_backbones_keep_the_promises(name: str, sweep: ModuleType) -> None:
 
 
 def test_the_sweep_is_told_as_it_came_out() -> None:
-    with (ROOT / "results" / "nest-pytorchcv.csv").open(newline="") as file:
+    with (ROOT / "results" / "sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
-    tally = Counter(row["outcome"] for row in rows)
-    nested = tally["nested"] + tally["nested unevenly"]
-    assert (
-        f"**{nested} of {len(rows)} are nested**: {tally['nested']} as they are, {tally['nested unevenly']} with"
-        in text
-    )
-    refused = [row["model"].removesuffix("_cifar10") for row in rows if row["outcome"] == "refused"]
-    assert all(model in text for model in refused)
-    assert {row["model"]: row["outcome"] for row in rows if row["model"] in FAMILIES} == FAMILIES
-
-
-def test_the_sweep_of_timm_is_told_as_it_came_out() -> None:
-    with (ROOT / "results" / "nest-timm.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
-    nested = [row for row in rows if row["outcome"] == "nested"]
-    assert f"**{len(nested)} of {len(rows)} tried are nested**" in text
-    assert all(row["model"] in text for row in rows)
-    for row in nested:
-        assert max(float(row["error_one"]), float(row["error_staged"])) < 1e-5
-        assert int(row["macs_w1"]) < int(row["macs_w2"]) < int(row["macs_w4"]) < int(row["macs_unnested"])
+    for library in sorted({row["library"] for row in rows}):
+        mine = [row for row in rows if row["library"] == library and row["kind"] == "conv"]
+        made = [sum(row[way] == "ok" for row in mine) for way in ("exits", "stripes", "keep")]
+        assert f"| {library} | {len(mine)} | {' | '.join(map(str, made))} |" in text
+    assert all(row["why_stripes"] for row in rows if row["stripes"] == "refused")
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -442,7 +410,7 @@ IMAGE = (3, 8, 8)
 
 @pytest.mark.parametrize("growth", ["", "w", "w,w"])
 @pytest.mark.parametrize("what", GOOD)
-def test_every_operation_keeps_the_promises(what: str, growth: str, sweep: ModuleType) -> None:
+def test_every_operation_keeps_the_promises(what: str, growth: str) -> None:
     module = stirred(GOOD[what]()).eval()
     x = torch.randn(4, *IMAGE, dtype=torch.float64)
     net = nest(module, growth, shape=IMAGE, uneven="gate" in what)
@@ -457,7 +425,7 @@ def test_every_operation_keeps_the_promises(what: str, growth: str, sweep: Modul
     planned = net.plan.params(net.plan.stages)
     owners = net.owners()
     assert planned == sum(int((owners[k].expand_as(p) != 0).sum()) for k, p in net.named_parameters())
-    sweep.check_promises(net, x)
+    promises.check_promises(net, x)
 
 
 @settings(max_examples=15, deadline=None)
@@ -478,7 +446,7 @@ def test_uneven_widths_keep_the_promises(width: int, more: int, stripes: list[in
     assert sum(net.plan.new_macs(s) for s in range(1, len(stripes) + 1)) == net.plan.macs(len(stripes))
 
 
-def test_groups_that_stripes_would_cut_are_born_whole(sweep: ModuleType) -> None:
+def test_groups_that_stripes_would_cut_are_born_whole() -> None:
     """As in RegNet: three groups, stripes 1, 1, 2."""
     module = stirred(backbone(nn.Conv2d(8, 24, 1), nn.ReLU(), nn.Conv2d(24, 24, 3, groups=3), nn.ReLU(), out=24)).eval()
     with pytest.raises(NestlingError, match="do not grow alike"):
@@ -486,18 +454,23 @@ def test_groups_that_stripes_would_cut_are_born_whole(sweep: ModuleType) -> None
     net = nest(module, "w,w", shape=IMAGE, uneven=True)
     births = net.plan.by_name["3"].births
     assert all(len(set(births[i : i + 8])) == 1 for i in (0, 8, 16)) and set(births) == {1, 2, 3}
-    sweep.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
+    promises.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
 
 
-def test_groups_whose_inputs_were_shuffled_are_born_whole(sweep: ModuleType) -> None:
+def test_groups_whose_inputs_were_shuffled_are_born_whole() -> None:
     """As in IGCV3 and ESPNetv2: stripes hold whole groups, but what each group reads is of several stripes."""
-    layers = (nn.Conv2d(8, 32, 1, groups=2), nn.ChannelShuffle(2), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 16, 1, groups=2))
+    layers = (
+        nn.Conv2d(8, 32, 1, groups=2),
+        nn.ChannelShuffle(2),
+        nn.Conv2d(32, 32, 3, groups=32),
+        nn.Conv2d(32, 16, 1, groups=2),
+    )
     module = stirred(backbone(*layers, nn.Conv2d(16, 16, 1, groups=4), nn.ReLU(), out=16)).eval()
     net = nest(module, "w,w", shape=IMAGE, uneven=True)
     for node in (node for node in net.plan.nodes if getattr(node.op, "groups", 1) in (2, 4)):
         size = node.channels // node.op.groups  # type: ignore[attr-defined]
         assert all(len(set(node.births[i : i + size])) == 1 for i in range(0, node.channels, size))
-    sweep.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
+    promises.check_promises(net, torch.randn(4, *IMAGE, dtype=torch.float64))
 
 
 def test_auxiliary_heads_are_left_out_and_said_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,9 @@ def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketc
     if made_of_others:
         LOG.warning("%s: the weights of %s are made of others; the nest has them as they are now", net, made_of_others)
     sketch = read(module, shape, net)
+    if sketch.made:
+        names = [name for name, _ in sketch.made]
+        LOG.warning("%s: the weights of %s are made of others; the nest has them as they are now", net, names)
     if sketch.dropped:
         unused = sorted({path.split(".")[0] for path in sketch.dropped})
         LOG.warning(

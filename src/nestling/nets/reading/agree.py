@@ -9,18 +9,21 @@ import copy
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from nestling.errors import NestlingError
 from nestling.nets.births import grow
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import BATCHES, Shape
+from nestling.nets.reading.vocabulary import ON_WEIGHTS
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest entry; other number types: 0.1
 PATIENCE = 2.0  # seconds without a word
@@ -55,6 +58,8 @@ def prove(
     start = clock()
     with torch.enable_grad():
         twin = precise(module, shape)
+        if sketch.made:  # of the precise module's parameters, so that weights which are made of them are as precise
+            module, sketch = twin, read(twin, shape, net)
         here = Both(module, twin, sketch, net)
         pairs = [(here, Case(batch, shape, mode, batch == BATCHES[0])) for batch in BATCHES for mode in (True, False)]
         other = other_shape(twin, shape)
@@ -134,6 +139,7 @@ class Both:
         self.tolerance = max((TOLERANCE.get(kind, 0.1) for kind in kinds), default=1e-6)
         originals = (*module.parameters(), *module.buffers())
         copies = (*self.module.parameters(), *self.module.buffers())
+        self.weights = MadeWeights()
         self.twins = {id(mine): theirs for mine, theirs in zip(originals, copies, strict=True)}
 
     def answer(self, x: Tensor) -> Tensor:
@@ -158,7 +164,7 @@ class Both:
             each.train(case.training)
         torch.manual_seed(0)  # dropout draws the same
         image = x.clone().requires_grad_(case.gradients)
-        with torch.set_grad_enabled(case.gradients):
+        with torch.set_grad_enabled(case.gradients), self.weights if function is self.module else nullcontext():
             answers = function(image)
             answer: Tensor = answers[0] if isinstance(answers, tuple) else answers  # auxiliary answers are dropped
             if case.gradients and answer.requires_grad:
@@ -169,6 +175,7 @@ class Both:
 
     def check_parameters(self, case: Case) -> None:
         theirs = self.by_name(lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        theirs |= self.made_gradients(case)
         floor = 1e-3 * max((float(value.abs().max()) for value in theirs.values() if value.numel()), default=0.0)
         kept = self.made.cut({**self.one.state_dict(), **theirs})
         for key, parameter in self.one.named_parameters():
@@ -181,9 +188,22 @@ class Both:
             self.check(f"the gradients of {key}", mine, expected, case, floor)
         used = self.used()
         for name, parameter in self.module.named_parameters():
-            unused = name.rpartition(".")[0] in self.sketch.dropped
+            unused = name.rpartition(".")[0] in self.sketch.dropped or any(name in of for _, of in self.sketch.made)
             if id(parameter) not in used and not unused and parameter.grad is not None and parameter.grad.any():
                 self.fail(f"the parameter {name} of the module has a gradient but no place in the nest", case)
+
+    def made_gradients(self, case: Case) -> dict[str, Tensor]:
+        """Of weights that the module makes of its parameters, in the order in which they are used."""
+        made, seen = [name for name, _ in self.sketch.made], self.weights.seen
+        if len(made) != len(seen):
+            self.fail(f"the module makes {len(seen)} weights while running, {len(made)} are in the nest", case)
+        nodes = {origin: self.made.plan.by_name.get(name) for name, origin in self.made.origins.items()}
+        found = {}
+        for name, weight in zip(made, seen, strict=True):
+            node = nodes.get(name)
+            if node is not None and weight.grad is not None:
+                found[f"{node.name}.weight"] = node.op.adopted("weight", weight.grad, node)
+        return found
 
     def check_buffers(self, before: dict[str, Tensor], case: Case) -> None:
         theirs = self.by_name(lambda tensor: tensor.detach())
@@ -256,6 +276,27 @@ class Both:
             if mine[path].shape != theirs[path].shape or not same(mine[path], theirs[path], limit):
                 return f", first after {path}"
         return ""
+
+
+class MadeWeights(TorchFunctionMode):
+    """While a module runs: the weights that it makes of its parameters, which then keep their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __enter__(self) -> Any:
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in ON_WEIGHTS:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if weight.grad_fn is not None:
+                weight.retain_grad()
+                self.seen.append(weight)
+        return func(*args, **kwargs)
 
 
 def watch(layer: nn.Module, into: dict[str, Tensor], key: str) -> Any:

@@ -82,8 +82,47 @@ def held_as(page: Page, node: fx.Node, word: str, given: Any) -> Tensor | None:
     return attribute(page.module, str(given.target))
 
 
+def made_weight(page: Page, node: fx.Node, given: fx.Node) -> nn.Parameter:
+    """A weight that is made of the module's own tensors, as it is now: standardised, masked, or a blur for each channel."""
+    if given in page.trace.twins:
+        page.refuse(
+            node,
+            "its weight is computed from the image (a mixture of kernels, say), so that it is no weight that births could cut. "
+            "Use an ordinary convolution there",
+        )
+    twin = page.trace.twins[node][0]
+    place = next(i for i, n in enumerate(node.all_input_nodes) if n is given)
+    pieces = []
+    for each in (given, twin.all_input_nodes[place]):
+        recorder = Recorder(page.trace, {}, {})
+        try:
+            recorder.step(each, each)
+        except Unknown as error:
+            page.refuse(node, str(error))
+        pieces.append(recorder.piece)
+    with torch.no_grad():
+        training, evaluation = (piece().detach() for piece in pieces)
+    if page.whole or not torch.equal(training, evaluation):
+        page.refuse(node, "its weight is computed while running, in training otherwise than in evaluation")
+    learnt, name = any(p.requires_grad for p in pieces[0].parameters()), page.name(node)
+    sources = {str(n.target) for n in sources_of(given)}
+    for source in sorted(sources) if learnt else ():
+        if page.weights_of.setdefault(id(attribute(page.module, source)), name) != name:
+            page.refuse(node, f"its weight is made of {source}, which serves other places too; give each its own")
+    if learnt:
+        page.sketch.made.append((name, sources))
+    return nn.Parameter(training.clone(), requires_grad=learnt)
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """The module's own tensors that something is made of."""
+    return [node] if node.op == "get_attr" else [n for read in node.all_input_nodes for n in sources_of(read)]
+
+
 def functional_layer(page: Page, node: fx.Node, kind: type[WeightedOp], given: dict[str, Any]) -> nn.Module:
-    weight, bias = (held_as(page, node, word, given.get(word)) for word in ("weight", "bias"))
+    computed = given["weight"].op != "get_attr"
+    weight = made_weight(page, node, given["weight"]) if computed else held_as(page, node, "weight", given["weight"])
+    bias = held_as(page, node, "bias", given.get("bias"))
     assert weight is not None
     if not isinstance(weight, nn.Parameter):  # a fixed kernel, such as a blur
         weight = page.memo.setdefault(id(weight), nn.Parameter(weight, requires_grad=False))

@@ -285,11 +285,11 @@ class Pen(Attend):
     def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
         """A function on parameters of the module, as the layer it stands for; a bias that is computed is added behind it."""
         given = self.given(node, "input", "weight", "bias", *kind.words)
-        bias = given.get("bias")
+        bias, weight = given.get("bias"), given["weight"]
         late = kind is Linear and isinstance(bias, fx.Node) and bias.op != "get_attr" and not self.whole
-        layer = functional_layer(self, node, kind, {**given, "bias": None} if late else given)
         # the functional form on a module's own weight goes by that module's name
-        self.holders[node] = str(given["weight"].target).rpartition(".")[0]
+        self.holders[node] = str(weight.target).rpartition(".")[0] if weight.op == "get_attr" else path_of(node)
+        layer = functional_layer(self, node, kind, {**given, "bias": None} if late else given)
         if given["input"] in self.layouts:
             self.layer_everywhere(node, given["input"], layer, kind)
         else:

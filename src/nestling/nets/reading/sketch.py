@@ -31,6 +31,9 @@ class Sketch:
     output: str = ""
     mixing: dict[str, str] = field(default_factory=dict)  # nodes that mix channels, and how to say so
     dropped: set[str] = field(default_factory=set)  # modules that run but reach no answer
+    made: list[tuple[str, set[str]]] = field(
+        default_factory=list
+    )  # nodes whose weights are made of parameters: of these
 
 
 class Page:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from nestling.errors import NestlingError
-from nestling.nets.births import Growth
+from nestling.nets.births import Births, Growth
 from nestling.nets.ops import Select
 from nestling.nets.plan import Node
 
@@ -55,20 +55,26 @@ def give_births(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str) -
         whole |= torn
 
 
-def is_torn(node: Node, read: Node) -> bool:
-    """Whether some groups of a layer have no rows for inputs that are born, or no inputs for rows, and others have."""
+def groups_of(node: Node, read: Node) -> list[tuple[Births, Births]]:
+    """The births of the rows and of the inputs of each group of a layer, where groups read several channels each."""
     groups = getattr(node.op, "groups", 1)
     rows, inputs = node.channels // groups, read.channels // groups
     if groups == 1 or inputs == 1:
-        return False
-    parts = []
-    for group in range(groups):
-        mine = node.births[group * rows : (group + 1) * rows]
-        theirs = read.births[group * inputs : (group + 1) * inputs]
-        parts.append((mine, theirs))
+        return []
+    return [(node.births[g * rows :][:rows], read.births[g * inputs :][:inputs]) for g in range(groups)]
+
+
+def is_torn(node: Node, read: Node) -> bool:
+    """Whether some groups of a layer have no rows for inputs that are born, or no inputs for rows, and others have."""
+    parts = groups_of(node, read)
     began_apart = any(min(mine) != min(theirs) for mine, theirs in parts)
     unread = {sum(birth > max(mine) for birth in theirs) for mine, theirs in parts}
     return began_apart or len(unread) > 1
+
+
+def is_whole(node: Node, read: Node) -> bool:
+    """Whether each group of a layer is born at once, with all that it reads."""
+    return all(len({*mine, *theirs}) == 1 for mine, theirs in groups_of(node, read))
 
 
 def born(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str, whole: Set[str]) -> list[Node]:
@@ -94,8 +100,9 @@ def put_off(nodes: Sequence[Node], needed: Mapping[str, Sequence[int]], growth: 
     """The nodes with births no earlier than the first stage that needs one of the channels that are born together.
 
     So a layer before fewer heads than stages does not work for nobody."""
-    ties = Ties()
-    channels = tie_channels(nodes, ties, growth if uneven else None)
+    ties, by_name = Ties(), {node.name: node for node in nodes}
+    whole = {node.name for node in nodes if node.op.weighted and is_whole(node, by_name[node.reads[0]])}
+    channels = tie_channels(nodes, ties, growth if uneven else None, whole)
     first: dict[int, int] = {}
     for node in nodes:
         for channel, stage in zip(channels[node.name], needed[node.name], strict=True):
@@ -141,9 +148,7 @@ def split(channels: list[int], parts: dict[int, set[str]], ties: Ties, growth: G
     return list(found.values()) if fits else [channels]
 
 
-def whole_groups(
-    node: Node, reads: Sequence[Node], growth: Growth, whole: Set[str]
-) -> Iterator[tuple[range, range]]:
+def whole_groups(node: Node, reads: Sequence[Node], growth: Growth, whole: Set[str]) -> Iterator[tuple[range, range]]:
     """The rows and inputs of each group of a layer whose groups stripes can neither hold whole nor cut alike."""
     groups = getattr(node.op, "groups", 1)
     if not node.op.weighted or groups in (1, reads[0].channels):

@@ -306,6 +306,11 @@ def reason(error: Exception, image: Tensor) -> str:
     words = str(error).rstrip(".")
     if "meta tensor" in words:
         return "it takes numbers out of a tensor while running (.item(), float(), numpy), which may differ from image to image"
+    if Seen.__name__ in words:  # torch's own checks for tensors name the type that they met instead
+        return (
+            "it hands tensors to code that cannot be watched, such as an autograd.Function of its own, Variable() or a kernel in "
+            f"C++ ({type(error).__name__}). Write that part in operations of torch"
+        )
     return f"it does not run on images of shape {tuple(image.shape[1:])} ({type(error).__name__}: {words})"
 
 
@@ -373,7 +378,7 @@ def align(found: Trace, net: str) -> None:
         owner = f"{where} ({type(found.module.get_submodule(where)).__name__})" if where else "it"
         why = (
             "it does other operations in training than in evaluation (random paths or scales). Only dropout and batch norm may "
-            "differ between the two."
+            "differ between the two: turn it off there, or use nestling.exits, which needs evaluation only."
             if index == 1
             else f"it does other operations for {BATCHES[1]} images than for {BATCHES[0]}."
         )

@@ -1,17 +1,5 @@
-"""Nests every CIFAR-10 model of pytorchcv 0.0.67 (85 of them) and checks the promises of nesting on each.
+"""The promises of a nested network, checked on one in float64: staged against whole, stopping, work, leaks, foreign gradients."""
 
-    python benchmarks/nest_pytorchcv.py                     a table, and results/nest-pytorchcv.csv
-    python benchmarks/nest_pytorchcv.py --only resnet20     models whose name holds the text; no file is written
-    python benchmarks/nest_pytorchcv.py --json              one line for programs
-
-Random weights, batch 2, 32x32, growth "w,w" with stripes 1,1,2. Needs pytorchcv (pip install pytorchcv==0.0.67).
-"""
-
-import argparse
-import csv
-import json
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +13,6 @@ from nestling.nets.net import NestedNet
 
 GROWTH = "w,w"
 TOLERANCE, DEEP = 1e-12, 1e-10  # staged against whole, float64, relative to the largest logit or 1
-FILE = Path(__file__).parent.parent / "results" / "nest-pytorchcv.csv"
-COLUMNS = [
-    "model", "outcome", "reason", "stages", "macs_w1", "macs_w2", "macs_w4", "macs_unnested", "params_w1", "params_w2",
-    "params_w4", "params_unnested", "error_eval", "error_train", "error_float32", "seconds",
-]  # fmt: skip
 
 
 def models() -> dict[str, Any]:
@@ -58,7 +41,6 @@ def prepared(make: Any, seed: int = 0) -> tuple[nn.Module, Tensor]:
 
 def examine(name: str, make: Any) -> dict[str, Any]:
     """One row of the table. A broken promise raises AssertionError; a refusal is an outcome."""
-    start = time.perf_counter()
     module, x = prepared(make)
     row: dict[str, Any] = {"model": name, "outcome": "nested", "reason": ""}
     try:
@@ -75,7 +57,6 @@ def examine(name: str, make: Any) -> dict[str, Any]:
         del module
     row.update(counts(net))
     row.update(check_promises(net, x))
-    row["seconds"] = round(time.perf_counter() - start, 1)
     return row
 
 
@@ -174,56 +155,3 @@ def check_gradients(net: NestedNet, logits: tuple[Tensor, ...]) -> None:
             if grad is not None:
                 foreign = (owners[key] >> task & 1 == 0).expand_as(parameter)
                 assert not grad[foreign].any(), f"stage {task + 1} moves entries of {key} it does not own"
-
-
-def show(row: dict[str, Any]) -> str:
-    if row["outcome"] == "refused":
-        return f"{row['model']:34} refused          {row['reason']}"
-    macs = "".join(f"{row[f'macs_{size}'] / 1e6:9.1f}" for size in ("w1", "w2", "w4", "unnested"))
-    errors = "".join(f"{row[f'error_{kind}']:9.0e}" for kind in ("eval", "train", "float32"))
-    return f"{row['model']:34} {row['outcome']:15}{macs}{errors}{row['seconds']:8.1f}"
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    FILE.parent.mkdir(exist_ok=True)
-    with FILE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def already() -> dict[str, dict[str, Any]]:
-    """The rows of an earlier sweep that was interrupted."""
-    with FILE.open(newline="") as file:
-        rows = {row["model"]: dict(row) for row in csv.DictReader(file)}
-    words = ("model", "outcome", "reason")
-    return {
-        name: {k: v if k in words or not v else json.loads(v) for k, v in row.items()} for name, row in rows.items()
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only models whose name holds this text")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are already in the file")
-    parser.add_argument("--json", action="store_true", help="one line for programs")
-    options = parser.parse_args()
-    done = already() if options.resume else {}
-    rows: list[dict[str, Any]] = []
-    if not options.json:
-        print(f"{'model':34} {'outcome':15}M MACs: w1       w2       w4 un-nested  eval     train    float32 seconds")
-    for name, make in models().items():
-        if options.only not in name:
-            continue
-        rows.append(done[name] if name in done else examine(name, make))
-        if not options.json:
-            print(show(rows[-1]), flush=True)
-        if not options.only:
-            write(rows)
-    tally = {o: sum(row["outcome"] == o for row in rows) for o in ("nested", "nested unevenly", "refused")}
-    summary = {"torch": torch.__version__, "threads": torch.get_num_threads(), "models": len(rows), **tally}
-    print(json.dumps({**summary, "rows": rows} if options.json else summary))
-
-
-if __name__ == "__main__":
-    main()
