@@ -107,7 +107,7 @@ def made_weight(page: Page, node: fx.Node, given: fx.Node) -> nn.Parameter:
     learnt, name = any(p.requires_grad for p in pieces[0].parameters()), page.name(node)
     sources = {str(n.target) for n in sources_of(given)}
     for source in sorted(sources) if learnt else ():
-        if page.weights_of.setdefault(id(attribute(page.module, source)), name) != name:
+        if page.weights_of.setdefault(id(page.trace.held(source)), name) != name:
             page.refuse(node, f"its weight is made of {source}, which serves other places too; give each its own")
     if learnt:
         page.sketch.made.append((name, sources))
