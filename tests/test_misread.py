@@ -396,7 +396,7 @@ def test_a_weight_computed_from_the_image_is_refused() -> None:
 def test_code_that_cannot_be_watched_is_refused_as_such() -> None:
     for way in (one_stage, lambda module: nestling.exits(module, ("conv",), IMAGE)):
         with pytest.raises(NestlingError, match="code that cannot be watched"):
-            way(Does(lambda m, y: torch.autograd.Variable(y)))  # type: ignore[no-untyped-call]
+            way(Does(lambda m, y: torch.autograd.Variable(y)))
 
 
 class Named(nn.Module):
