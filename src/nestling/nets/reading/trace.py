@@ -290,7 +290,7 @@ def watched(hollow: nn.Module, image: Tensor, net: str, module: nn.Module) -> Re
         raise NestlingError(f"{net}: cannot nest it: {why}.") from None
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
-            node.target = node.target.removeprefix("module.")
+            node.target = "" if node.target == "module" else node.target.removeprefix("module.")
         stack = node.meta.get("nn_module_stack") or {}
         node.meta["path"] = str(list(stack.values())[-1][0]).partition(".")[2] if stack else ""
     check_state(tracer, graph, net, module)
