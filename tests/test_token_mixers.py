@@ -329,6 +329,17 @@ def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
         nest(Tokens(Twice()), "w", shape=IMAGE)
 
 
+def test_attention_over_channels_is_refused_and_not_taken_for_attention_over_tokens() -> None:
+    class Covariances(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.transpose(-2, -1) for part in self.parts(x))
+            y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+            return self.proj(y.permute(0, 3, 1, 2).reshape(x.shape))
+
+    with pytest.raises(NestlingError, match="of such products only attention is nested"):
+        nest(Tokens(Covariances()), "w", shape=IMAGE)
+
+
 def test_random_numbers_made_while_running_are_refused() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

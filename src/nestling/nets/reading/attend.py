@@ -38,7 +38,7 @@ class Attend(Mover):
         channels = [bool(each.dims[-1]) and each.holds(len(each.dims) - 1, "channel") for each in (left, right)]
         if all(channels):
             self.layouts_or_name(node, self.scores(node, left, right, 1.0))
-        elif not any(channels) and right.holds(len(right.dims) - 2, "channel"):
+        elif not any(channels) and right.holds(-2, "channel") and left.holds(-2, "pixel"):
             self.layouts_or_name(node, self.weigh(node, left, right.permuted([*range(len(right.dims) - 2), -1, -2])))
         else:
             self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
