@@ -1,11 +1,8 @@
 """What transformers and token mixers are made of, each on a small module: every promise of a nest holds."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
+import promises
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,18 +13,7 @@ from nestling.errors import NestlingError
 from nestling.nets.nest import nest
 from nestling.nets.ops import Computed, Headwise, Join, Merge
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "nest_pytorchcv.py"
 IMAGE = (3, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def promises() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nest_pytorchcv", BENCHMARK)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nest_pytorchcv"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Heads(nn.Module):
@@ -276,7 +262,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("growth", ["", "w,w"])
 @pytest.mark.parametrize("what", GOOD)
-def test_every_mechanism_keeps_the_promises(what: str, growth: str, promises: ModuleType) -> None:
+def test_every_mechanism_keeps_the_promises(what: str, growth: str) -> None:
     torch.manual_seed(0)
     module = GOOD[what]().double().eval()
     x = torch.randn(4, *IMAGE, dtype=torch.float64)
