@@ -100,7 +100,7 @@ def stripes_step(
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             logits = net(x)
-        losses = [F.cross_entropy(each.float(), y) for each in logits]
+        losses = [F.cross_entropy(each.to(torch.promote_types(each.dtype, torch.float32)), y) for each in logits]
         if aggregator is None:
             (sum(losses[1:], losses[0]) / len(losses)).backward()
         else:

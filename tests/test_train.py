@@ -281,7 +281,9 @@ PAPERS = {  # epochs, batch, weight decay (ours on CIFAR-10: the paper gives non
 }
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.partition("-")[0] in PAPERS])
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if name.partition("-")[0] in PAPERS and name != "cifar10-msdnet"]
+)  # MSDNet has its authors' own
 def test_the_papers_recipes_have_its_schedule(name: str) -> None:
     epochs, batch, decay, rates = PAPERS[name.partition("-")[0]]
     made = RECIPES[name]().train
