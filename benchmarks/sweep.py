@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import nestling
@@ -142,14 +143,12 @@ def examine(make: Callable[[], nn.Module], send: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = make()
-    row: dict[str, Any] = {"kind": kind_of(module)}
     try:
         x = images(module)
     except Exception as error:
-        send({"kind": row["kind"], **{f"why_{way}": f"takes no images: {first_line(error)}" for way in WAYS}})
+        send({f"why_{way}": f"takes no images: {first_line(error)}" for way in WAYS})
         return
-    row["image"] = "x".join(map(str, x.shape[1:]))
-    module.eval()
+    row: dict[str, Any] = {"kind": kind_of(module, x), "image": "x".join(map(str, x.shape[1:]))}
     send(row)
     for way, nested in WAYS.items():
         if way == "keep" and row.get("stripes") == "refused":
@@ -173,14 +172,25 @@ def outcome(way: str, nested: Callable[[], NestedNet], module: nn.Module, x: Ten
     return {way: "ok"}
 
 
-def kind_of(module: nn.Module) -> str:
-    """A transformer has attention over tokens or norms over channels."""
-    names = {type(layer).__name__ for layer in module.modules()}
-    return (
-        "transformer"
-        if any("LayerNorm" in name or name in ("Attention", "MultiheadAttention") for name in names)
-        else "conv"
+def kind_of(module: nn.Module, x: Tensor) -> str:
+    """A transformer multiplies tensors by each other, as attention does, or has norms over channels."""
+    normed = any(
+        word in type(layer).__name__ for layer in module.modules() for word in ("LayerNorm", "RmsNorm", "RMSNorm")
     )
+    with torch.no_grad(), Products() as seen:
+        module.eval()(x)
+    return "transformer" if normed or seen.found else "conv"
+
+
+class Products(TorchFunctionMode):
+    """Whether something is multiplied that is no layer."""
+
+    words = ("scaled_dot_product_attention", "multi_head_attention_forward", "matmul", "__matmul__", "bmm", "einsum")
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= getattr(func, "__name__", "") in self.words
+        return func(*args, **(kwargs or {}))
 
 
 def images(module: nn.Module) -> Tensor:
@@ -318,12 +328,18 @@ def table(rows: list[dict[str, Any]], kind: str = "conv") -> str:
         lines.append(f"| {library} | {len(mine)} | {made} |")
     lines += ["", "| not made | way | because |", "|---|---|---|"]
     for row in (row for row in rows if row["kind"] == kind):
-        words: dict[str, list[str]] = {row[f"why_{way}"]: [] for way in WAYS if row[way] != "ok"}
+        words: dict[str, list[str]] = {}
         for way in WAYS:
             if row[way] != "ok":
-                words[row[f"why_{way}"]].append(way)
+                words.setdefault(shortened(row[f"why_{way}"]), []).append(way)
         lines += [f"| {row['model']} | {', '.join(ways)} | {why} |" for why, ways in words.items()]
     return "\n".join(lines)
+
+
+def shortened(why: str, most: int = 160) -> str:
+    """A reason without the network's name, as long as a table has room for."""
+    why = why.partition(": cannot nest ")[2] or why
+    return why if len(why) <= most else why[: most - 3].rpartition(" ")[0] + " ..."
 
 
 def main() -> None:
@@ -333,7 +349,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
     if options.table:
-        print(table(already()))
+        print("\n\n".join(table(already(), kind) for kind in ("conv", "transformer")))
         return
     until = time.monotonic() + 60 * options.minutes
     rows = [] if options.only else already()

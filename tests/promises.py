@@ -1,5 +1,6 @@
 """The promises of a nested network, checked on one in float64: staged against whole, stopping, work, leaks, foreign gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nestling import exits, keep
 from nestling.errors import NestlingError
 from nestling.nets.nest import nest
 from nestling.nets.net import NestedNet
@@ -58,6 +60,33 @@ def examine(name: str, make: Any) -> dict[str, Any]:
     row.update(counts(net))
     row.update(check_promises(net, x))
     return row
+
+
+def check_module(make: Callable[[], nn.Module], growth: str, image: tuple[int, ...], uneven: bool = False) -> None:
+    """A module of the tests' own, nested in float64: subnetworks, counts and all promises."""
+    torch.manual_seed(0)
+    module = make().double().eval()
+    x = torch.randn(4, *image, dtype=torch.float64)
+    net = nest(module, growth, shape=image, uneven=uneven)
+    if not growth:
+        assert torch.allclose(net(x)[0], module(x), rtol=1e-10, atol=1e-10), "one stage is the module itself"
+    with torch.no_grad():
+        for number, answer in enumerate(net(x), start=1):
+            assert answer.std() > 0
+            assert torch.allclose(net.subnet(number)(x), answer, rtol=1e-10, atol=1e-10)
+    owners = net.owners()
+    planned = net.plan.params(net.plan.stages)
+    assert planned == sum(int((owners[k].expand_as(p) != 0).sum()) for k, p in net.named_parameters())
+    check_promises(net, x)
+
+
+def check_ends(make: Callable[[], nn.Module], image: tuple[int, ...]) -> None:
+    """Kept, and with exits, it ends where it ended."""
+    torch.manual_seed(0)
+    module, x = make().eval(), torch.randn(2, *image)
+    with torch.no_grad():
+        for net in (keep(module, (1 / 4, 1 / 4), image), exits(module, (0.3,), image)):
+            assert torch.allclose(net.eval()(x)[-1], module(x), rtol=1e-5, atol=1e-5)
 
 
 def counts(net: NestedNet) -> dict[str, int]:

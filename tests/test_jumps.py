@@ -1,7 +1,9 @@
 """D_s at once: the same answers as stage by stage, from which later stages go on; and which stage to begin with."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -143,6 +145,18 @@ def test_what_fits_is_begun_with(deadline: float | None, begun: list[int], stage
     with jumping([0.05, 0.5, 0.6], [0.05, 0.2, 0.8]) as (runtime, engine):
         answer = runtime.answer(image(), deadline=deadline)
         assert engine.begun == begun and answer.stage == stage
+
+
+@pytest.mark.parametrize(("others", "stage"), [(7, 1), (1, 3)])
+def test_who_runs_all_at_once_makes_room_for_those_who_come(others: int, stage: int) -> None:
+    """There is time for eight first stages. Whoever came first thought itself alone and began with the last; one other could
+    still have a first stage after that, seven could not."""
+    with jumping([0.1, 0.5, 1.0], [0.1, 0.6, 1.5]) as (runtime, engine), ThreadPoolExecutor(8) as pool:
+        first = pool.submit(lambda: runtime.answer(image(), deadline=2.0))
+        while not engine.begun:
+            time.sleep(0.001)
+        found = [pool.submit(lambda: runtime.answer(image(), deadline=2.0)) for _ in range(others)]
+        assert all(answer.result() for answer in found) and first.result().stage >= stage and engine.begun[0] == 3
 
 
 def test_refining_goes_on_from_where_a_jump_ended() -> None:

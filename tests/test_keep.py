@@ -1,6 +1,7 @@
 """A kept network: the last answer is its own, image by image, whatever happens to the early stages beside it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nestling.nets.extended import Extended
 from nestling.nets.keep import keep
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, override
+from nestling.studies.live import independent
 from nestling.train import train
 from nestling.train.kept import copies
 
@@ -372,6 +374,28 @@ def test_a_runs_early_stages_may_be_those_of_a_trained_nest(dense: Path, tmp_pat
         train(override(named("digits-width"), other), str(tmp_path / "other"), quiet=True)
     with pytest.raises(NestlingError, match="stages before a kept network"):
         override(named("digits-width"), [f"network.early_from={tmp_path / 'nest'}"])
+
+
+def test_early_stages_have_widths_of_their_own(tmp_path: Path) -> None:
+    """A nest's first stages before a network of other widths."""
+    train(override(named("digits-width"), FAST), str(tmp_path / "nest"), quiet=True)
+    other = [*FAST, "network.widths=24,56"]
+    train(override(named("digits-width"), [*other, "network.alone=3"]), str(tmp_path / "own"), quiet=True)
+    settings = [*other, "train.epochs=0", f"network.keep={tmp_path / 'own'}", "network.early=0.25,0.25"]
+    settings += [f"network.early_from={tmp_path / 'nest'}"]
+    with pytest.raises(NestlingError, match="other first stages"):
+        train(override(named("digits-width"), settings), str(tmp_path / "shares"), quiet=True)
+    settings += ["network.early_widths=8,16"]
+    recipe = override(named("digits-width"), settings)
+    train(recipe, str(tmp_path / "kept"), quiet=True)
+    found, nest, own = (nestling.resolve(tmp_path / name).outputs()["logits"] for name in ("kept", "nest", "own"))
+    assert torch.equal(found[2], own[0]) and torch.allclose(found[:2], nest[:2], atol=1e-5)
+    assert [independent(recipe.network, stage).widths for stage in (1, 2, 3)] == [(4, 8), (8, 16), (24, 56)]
+    for widths, words in (("8", "expected 2 widths"), ("7,16", "would cut 7 channels")):
+        with pytest.raises(NestlingError, match=words):
+            build(replace(recipe.network, early_widths=tuple(int(width) for width in widths.split(","))), 10, IMAGE)
+    with pytest.raises(NestlingError, match=r"set network.early_from, too"):
+        replace(recipe.network, early_from="")
 
 
 def test_the_stages_of_a_trained_nest_come_before_any_module() -> None:

@@ -24,6 +24,7 @@ from nestling.nets.ops import (
     Cat,
     Computed,
     Conv,
+    Covariance,
     Flatten,
     GroupNorm,
     Headwise,
@@ -34,6 +35,7 @@ from nestling.nets.ops import (
     Map,
     Mean,
     Merge,
+    Mingle,
     Module,
     Opaque,
     Operation,
@@ -135,6 +137,22 @@ def attending(draft: Draft) -> str:
 ATTENDING = Example(attending, given={"soft": nn.Softmax(-1)})
 
 
+def channels_attending(draft: Draft) -> str:
+    """Two heads whose channels look at each other over the rows of an image, the second born at stage 2."""
+    rows = draft.enter(
+        "rows", Rearrange((0, 6, 6), (0, 2, 3, 1), (6, 6, 0), axis=3), [draft.conv("stem", "input", BIRTHS)]
+    )
+    q = draft.enter("q", Linear(axis=3), [rows], BIRTHS)
+    k, v = (draft.enter(name, Linear(axis=3), [rows], (1, 1, 1, 2, 2, 2)) for name in "kv")
+    looks = draft.enter("looks", Covariance(2, 0.5), [q, k])
+    soft = draft.enter("soft", Module(), [looks])
+    made = draft.enter("made", Mingle(2, axis=3), [soft, v])
+    return draft.enter("turned", Rearrange.to_axis(draft.nodes[made], 1), [made])
+
+
+CHANNELS_ATTENDING = Example(channels_attending, given={"soft": nn.Softmax(-1)})
+
+
 def mixing_pixels(draft: Draft) -> str:
     stem = draft.conv("stem", "input", (2, 1, 2, 1))
     return draft.enter("it", PixelLinear(6, 5), [stem])
@@ -221,6 +239,8 @@ EXAMPLES: dict[str, list[Example]] = {
     "flatten": [Example(behind_a_stem(Flatten()))],
     "scores": [ATTENDING],
     "weigh": [ATTENDING],
+    "covariance": [CHANNELS_ATTENDING],
+    "mingle": [CHANNELS_ATTENDING],
     "tokens": [ATTENDING],
     "pixellinear": [Example(mixing_pixels, given={"it": nn.Linear(6, 5)})],
     "computed": [

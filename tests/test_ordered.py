@@ -1,8 +1,10 @@
 """Channels in order of importance, and norms calibrated anew: the same network before it is cut, better stages after."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from test_keep import MODULES
 from test_nest import GOOD, stirred
@@ -16,6 +18,10 @@ from nestling.nets.nest import nest
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.ordered import ordered
 from nestling.nets.reading.read import read
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from untrained import trained
 
 ZOO = {**{f"nest: {name}": (make, (3, 8, 8)) for name, make in GOOD.items()},
        **{f"keep: {name}": (make, (3, 16, 16)) for name, make in MODULES.items()}}  # fmt: skip
@@ -75,35 +81,12 @@ def test_a_residual_stream_has_one_order_and_its_most_used_channels_come_first()
 # --- real digits ------------------------------------------------------------------------------------------------------
 
 
-class Digits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.norm1 = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.two, self.norm2 = nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
-        self.three, self.norm3 = nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
-        self.fc = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm2(self.two(F.relu(self.norm1(self.one(x))))))
-        logits: Tensor = self.fc((y + F.relu(self.norm3(self.three(y)))).mean((2, 3)))
-        return logits
-
-
 @pytest.fixture(scope="module")
 def digits() -> tuple[nn.Module, Tensor, Tensor]:
     """A trained network, all images (the first 1,437 are those it was trained on) and their labels."""
     found = load_digits()
     x, y = torch.tensor(found.images[:, None], dtype=torch.float32) / 8 - 1, torch.tensor(found.target)
-    torch.manual_seed(0)
-    module = Digits()
-    steps = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
-    rates = torch.optim.lr_scheduler.OneCycleLR(steps, 0.2, 200)
-    for batch in torch.randint(0, 1437, (200, 64)):
-        steps.zero_grad()
-        F.cross_entropy(module(x[batch]), y[batch]).backward()
-        steps.step()
-        rates.step()
-    return module.eval(), x, y
+    return trained(x, y, seed=0), x, y
 
 
 def right(net: nn.Module, x: Tensor, y: Tensor) -> list[float]:

@@ -58,15 +58,6 @@ def test_a_net_compiled_whole_is_right_where_owners_do_not_matter(compiled) -> N
         _ = report.flips
 
 
-def test_a_net_that_is_compiled_after_some_steps_is_noticed(compiled) -> None:  # type: ignore[no-untyped-def]
-    net = make("nested")
-    x, y = batch()
-    rows = Accumulator(net, NormSGD())
-    rows.backward(losses_of(net, x, y))
-    with functorch.patch(donated_buffer=False), pytest.raises(NestlingError, match="compiled whole"):
-        rows.backward(losses_from(compiled(net)(x), y))
-
-
 def test_a_compiled_trunk_keeps_ownership(compiled) -> None:  # type: ignore[no-untyped-def]
     net = make("two tasks")
     x, y = batch()

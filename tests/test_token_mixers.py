@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling import exits, keep
 from nestling.errors import NestlingError
 from nestling.nets.nest import nest
-from nestling.nets.ops import Computed, Headwise, Join, Merge
+from nestling.nets.ops import Computed, Covariance, Headwise, Join, Merge, Mingle
 
 IMAGE = (3, 8, 8)
 
@@ -216,6 +215,69 @@ class FewHeads(nn.Module):
         return self.proj((((q @ k.transpose(-2, -1)).softmax(-1)) @ v).transpose(1, 2).reshape(n, tokens, width))
 
 
+class Covariances(Heads):
+    """Channels that look at channels (XCiT): queries and keys of length one over the tokens, a temperature of each head."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.temperature, self.fused = nn.Parameter(torch.rand(4, 1, 1) + 1), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(-2, -1) for part in self.parts(x))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            y = (q @ k.transpose(-2, -1) * self.temperature).softmax(-1) @ v
+        return self.proj(y.permute(0, 3, 1, 2).reshape(x.shape))
+
+
+class ChannelsOfWindows(Heads):
+    """The same in each of four windows, values before looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        x = x.reshape(n, 4, 4, 16)
+        q, k, v = self.qkv(x).reshape(n, 4, 4, 3, 4, 4).permute(3, 0, 1, 4, 2, 5).unbind(0)
+        looks = (q.transpose(-2, -1) @ k).softmax(-1)
+        y = v @ looks.transpose(-2, -1)
+        return self.proj(y.transpose(2, 3).reshape(n, 16, 16))
+
+
+class ByLetters(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        looks = torch.einsum("b h i d, b h j d -> b h i j", q, k).softmax(-1)
+        return self.proj(torch.einsum("bhij,bhjd->bihd", looks, v).reshape(x.shape))
+
+
+class ValuesFirst(nn.Module):
+    """One head of images (SHViT): values by looks, not looks by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Conv1d(16, 32, 1), nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.transpose(1, 2)).split((8, 8, 16), dim=1)
+        looks = (q.transpose(-2, -1) @ k * 8**-0.5).softmax(-1)
+        return self.proj(v @ looks.transpose(-2, -1)).transpose(1, 2)
+
+
+@torch.fx.wrap
+def masked_looks(q: Tensor, k: Tensor) -> Tensor:
+    """A function that torch.fx is told not to look into, with a mask made of nothing but shapes."""
+    mask = q.new_zeros((q.shape[-2], q.shape[-2]))
+    for row in range(q.shape[-2]):
+        mask[row, row + 1 :] = -9.0
+    return (q @ k.transpose(-2, -1) + mask).softmax(-1)
+
+
+class Masked(Heads):
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return masked_looks(q, k)
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -257,35 +319,24 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a norm without a shift": lambda: Tokens(ScaleOnly()),
     "fewer heads than stages": lambda: Tokens(FewHeads()),
     "two classifiers": lambda: Distilled(),
+    "channels that look at channels": lambda: Tokens(Covariances()),
+    "the same in torch's fused form, scaled": lambda: Tokens(Covariances(fused=True)),
+    "channels of windows, values first": lambda: Tokens(ChannelsOfWindows()),
+    "products spelled by letters": lambda: Tokens(ByLetters()),
+    "values before looks": lambda: Tokens(ValuesFirst()),
+    "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
 }
 
 
 @pytest.mark.parametrize("growth", ["", "w,w"])
 @pytest.mark.parametrize("what", GOOD)
 def test_every_mechanism_keeps_the_promises(what: str, growth: str) -> None:
-    torch.manual_seed(0)
-    module = GOOD[what]().double().eval()
-    x = torch.randn(4, *IMAGE, dtype=torch.float64)
-    net = nest(module, growth, shape=IMAGE)
-    if not growth:
-        assert torch.allclose(net(x)[0], module(x), rtol=1e-10, atol=1e-10), "one stage is the module itself"
-    with torch.no_grad():
-        for number, answer in enumerate(net(x), start=1):
-            assert answer.std() > 0
-            assert torch.allclose(net.subnet(number)(x), answer, rtol=1e-10, atol=1e-10)
-    owners = net.owners()
-    planned = net.plan.params(net.plan.stages)
-    assert planned == sum(int((owners[k].expand_as(p) != 0).sum()) for k, p in net.named_parameters())
-    promises.check_promises(net, x)
+    promises.check_module(GOOD[what], growth, IMAGE)
 
 
 @pytest.mark.parametrize("what", GOOD)
 def test_a_network_that_is_kept_and_one_with_exits_end_where_it_ended(what: str) -> None:
-    torch.manual_seed(0)
-    module, x = GOOD[what]().eval(), torch.randn(2, *IMAGE)
-    with torch.no_grad():
-        for net in (keep(module, (1 / 4, 1 / 4), IMAGE), exits(module, (0.3,), IMAGE)):
-            assert torch.allclose(net.eval()(x)[-1], module(x), rtol=1e-5, atol=1e-5)
+    promises.check_ends(GOOD[what], IMAGE)
 
 
 def test_each_mechanism_is_the_operation_it_is_meant_to_be() -> None:
@@ -296,6 +347,7 @@ def test_each_mechanism_is_the_operation_it_is_meant_to_be() -> None:
     assert Headwise in kinds("queries and keys of length one")
     assert Join in kinds("attention of one token, joined")
     assert {Computed, Merge} <= kinds("shifted windows, merged patches")
+    assert {Covariance, Mingle} <= kinds("channels of windows, values first")
 
 
 def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
@@ -313,17 +365,6 @@ def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
 
     with pytest.raises(NestlingError, match="serve other places too"):
         nest(Tokens(Twice()), "w", shape=IMAGE)
-
-
-def test_attention_over_channels_is_refused_and_not_taken_for_attention_over_tokens() -> None:
-    class Covariances(Heads):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (part.transpose(-2, -1) for part in self.parts(x))
-            y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
-            return self.proj(y.permute(0, 3, 1, 2).reshape(x.shape))
-
-    with pytest.raises(NestlingError, match="of such products only attention is nested"):
-        nest(Tokens(Covariances()), "w", shape=IMAGE)
 
 
 def test_random_numbers_made_while_running_are_refused() -> None:

@@ -42,7 +42,7 @@ def command(
     Networks: the paper's width-resnet42, even-resnet42, depth-sparse98, alternate-sparse98, together-sparse98,
     cascade-sparse98 (CIFAR-10), width-resnet50, depth-sparse66 (ImageNet); width-resnet18 (Tiny ImageNet); msdnet (for
     comparison); width-digits, even-digits, depth-digits, alternate-digits, together-digits, cascade-digits. Trained:
-    width-resnet42-cifar10, depth-sparse98-cifar10, width-resnet42-kept-cifar10.
+    width-resnet42-cifar10, depth-sparse98-cifar10, width-resnet42-kept-cifar10, width-resnet18-tiny-imagenet.
 
     Parameters and MACs count what is there: connections that the rule drops do not count. One MAC is one
     multiply-accumulate of a convolution or linear layer (torch's FlopCounterMode counts two).
@@ -113,7 +113,7 @@ def unnested(recipe: NetworkRecipe, classes: int, shape: ImageShape | None) -> P
     """The full-size network with every connection and one head."""
     if recipe.alone:
         return plan(recipe, classes or None, shape)
-    plain = replace(recipe, ensemble=False, early=(), keep="", early_from="")
+    plain = replace(recipe.without_early(), ensemble=False)
     return plan(replace(plain, alone=plan(plain, classes or None, shape).stages), classes or None, shape)
 
 

@@ -161,7 +161,7 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
         nest = arch.plan(recipe.name, growth, shape, classes)
         return ensemble(f"{recipe.name}-ensemble", plans, nest.sizes)
     if recipe.early:
-        own = plan(replace(recipe, early=(), keep="", early_from="", alone=growth.stages), classes, shape)
+        own = plan(replace(recipe.without_early(), alone=growth.stages), classes, shape)
         return kept(recipe, arch.stage_alone(growth, growth.stages), own, shape, classes)
     if recipe.alone:
         sizes = arch.plan(recipe.name, growth, shape, classes).sizes
@@ -177,17 +177,26 @@ def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape
         raise NestlingError(f"{recipe.name} has its exits already; network.early is for networks without them.")
     growth = growth_of(recipe.early)
     stripes = growth.stripes[:-1]
-    units = Fraction(sum(stripes), growth.units)
-    uneven = [width for width in arch.widths if (width * units).denominator > 1 or int(width * units) % sum(stripes)]
+    narrow = replace(arch, widths=early_widths(recipe, arch.widths, Fraction(sum(stripes), growth.units), sum(stripes)))
+    order = ",".join("w" for _ in stripes[1:])
+    early = narrow.plan(recipe.name, grow(order, stripes), shape, classes)
+    return replace(beside(early, own), name=f"{recipe.name}-kept")
+
+
+def early_widths(recipe: NetworkRecipe, widths: tuple[int, ...], share: Fraction, stripes: int) -> tuple[int, ...]:
+    """How wide the early stages are together: as the recipe says, or their share of the network's widths."""
+    if recipe.early_widths and len(recipe.early_widths) != len(widths):
+        raise NestlingError(
+            f"network.early_widths={recipe.early_widths}; expected {len(widths)} widths, one for each of {recipe.name}'s groups"
+        )
+    wanted = [Fraction(width) for width in recipe.early_widths] or [width * share for width in widths]
+    uneven = [whole for whole, width in zip(recipe.early_widths or widths, wanted, strict=True) if width % stripes]
     if uneven:
         raise NestlingError(
             f"network.early={','.join(f'{share:g}' for share in recipe.early)} would cut {uneven[0]} channels inside one; use "
             f"shares such as {1 / uneven[0]:g} times a whole number"
         )
-    narrow = replace(arch, widths=tuple(int(width * units) for width in arch.widths))
-    order = ",".join("w" for _ in stripes[1:])
-    early = narrow.plan(recipe.name, grow(order, stripes), shape, classes)
-    return replace(beside(early, own), name=f"{recipe.name}-kept")
+    return tuple(int(width) for width in wanted)
 
 
 def ensemble(name: str, plans: list[Plan], sizes: tuple[str, ...]) -> Plan:

@@ -11,6 +11,7 @@ from nestling.nets.ops.computed import Computed
 from nestling.nets.ops.conv import Conv
 from nestling.nets.ops.conv1d import Conv1d
 from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
+from nestling.nets.ops.covariance import Covariance, Mingle
 from nestling.nets.ops.flatten import Flatten
 from nestling.nets.ops.groupnorm import GroupNorm
 from nestling.nets.ops.headwise import Headwise
@@ -38,6 +39,7 @@ __all__ = [
     "Cat",
     "Computed",
     "Conv",
+    "Covariance",
     "Flatten",
     "GroupNorm",
     "Headwise",
@@ -48,6 +50,7 @@ __all__ = [
     "Map",
     "Mean",
     "Merge",
+    "Mingle",
     "Module",
     "Opaque",
     "Operation",
@@ -86,6 +89,8 @@ OPS: dict[str, type[Operation]] = {
     "rearrange": Rearrange,
     "scores": Scores,
     "weigh": Weigh,
+    "covariance": Covariance,
+    "mingle": Mingle,
     "headwise": Headwise,
     "merge": Merge,
     "tokens": Tokens,

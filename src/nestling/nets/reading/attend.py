@@ -1,7 +1,8 @@
 """Attention as people write it: q k^T, softmax and v, torch's fused form of it, and nn.MultiheadAttention.
 
 In: a traced product of two tensors whose layouts say which dimensions are heads, tokens and channels of a head. Out: nodes of
-`Scores` and `Weigh`; what is between them is pointwise. A product of other tensors is refused.
+`Scores` and `Weigh`, or of `Covariance` and `Mingle` where channels look at channels; what is between them is pointwise. A
+product of other tensors is refused.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nestling.nets.ops import Computed, Headwise, Linear, Module, Scores, Select, Weigh
+from nestling.nets.ops import Computed, Covariance, Headwise, Linear, Mingle, Module, Scores, Select, Weigh
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
-from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of
+from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of, size_of
 from nestling.nets.reading.numbers import numbers_beside
 from nestling.nets.reading.recorded import work
-from nestling.nets.reading.trace import BATCHES, path_of
+from nestling.nets.reading.trace import BATCHES
 from nestling.nets.reading.turn import Mover
+from nestling.nets.reading.watcher import path_of
 
 PRODUCT = (
     "it multiplies tensors of shapes {} and {}; of such products only attention is nested, queries by keys and then by values, "
@@ -31,17 +33,55 @@ class Attend(Mover):
 
     def matmul(self, node: fx.Node, one: Any, other: Any) -> None:
         """Queries by keys, or what comes out of that by values."""
-        left, right = (self.layout_of(node, each) if self.is_known(each) else None for each in (one, other))
-        if left is None or right is None or self.whole or len(left.dims) != len(right.dims) or len(left.dims) < 3:
+        self.layouts_or_name(node, self.product(node, *self.factors(node, one, other)))
+
+    def einsum(self, node: fx.Node) -> None:
+        """The same product, spelled by letters."""
+        equation, *given = node.args
+        tensors = given[0] if isinstance(given[0], list | tuple) else given
+        sides, _, out = str(equation).replace(" ", "").partition("->")
+        words = sides.split(",")
+        if len(tensors) != 2 or len(words) != 2 or not "".join((*words, out)).isalpha():
+            self.refuse(node, f"of einsum only a product of two tensors is nested, all letters said; found {equation}")
+        one, other = words
+        both = [c for c in out if c in one and c in other]
+        mine, theirs = ([c for c in out if c in word and c not in both] for word in words)
+        inner = [c for c in one if c in other and c not in out]
+        left, right = self.factors(node, *tensors)
+        if len(mine) != 1 or len(theirs) != 1 or len(inner) != 1 or {len(one), len(other)} != {len(both) + 2}:
+            self.refuse(node, PRODUCT.format(left.shape, right.shape))
+        made = self.product(
+            node,
+            left.permuted([one.index(c) for c in (*both, *mine, *inner)]),
+            right.permuted([other.index(c) for c in (*both, *inner, *theirs)]),
+        )
+        self.layouts_or_name(node, made.permuted([(*both, *mine, *theirs).index(c) for c in out]))
+
+    def factors(self, node: fx.Node, one: Any, other: Any) -> tuple[Arrangement, Arrangement]:
+        """The layouts of two tensors that are multiplied."""
+        if self.whole or not self.is_known(one) or not self.is_known(other):
             self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
-        right = right.permuted([*range(len(right.dims) - 2), -1, -2])  # as (.., tokens, contracted)
-        channels = [bool(each.dims[-1]) and each.holds(len(each.dims) - 1, "channel") for each in (left, right)]
-        if all(channels):
-            self.layouts_or_name(node, self.scores(node, left, right, 1.0))
-        elif not any(channels) and right.holds(-2, "channel") and left.holds(-2, "pixel"):
-            self.layouts_or_name(node, self.weigh(node, left, right.permuted([*range(len(right.dims) - 2), -1, -2])))
-        else:
-            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
+        return self.layout_of(node, one), self.layout_of(node, other)
+
+    def product(self, node: fx.Node, left: Arrangement, right: Arrangement) -> Arrangement:
+        """Of the last dimension of one and the last but one of the other."""
+        shapes = left.shape, right.shape
+        if len(left.dims) != len(right.dims) or len(left.dims) < 3:
+            self.refuse(node, PRODUCT.format(*shapes))
+        match tuple(kind_of(each, dim) for each in (left, right.swapped) for dim in (-2, -1)):
+            case (_, "channel", _, "channel"):
+                return self.scores(node, left, right.swapped, 1.0)
+            case ("pixel", "pixel", "channel", "pixel"):
+                return self.weigh(node, left, right)
+            case ("channel", "pixel", "pixel", "pixel"):
+                return self.weigh(node, right.swapped, left.swapped).swapped
+            case ("channel", "pixel", "channel", "pixel"):
+                return self.covariance(node, left, right.swapped, 1.0)
+            case ("channel", "pixel", "pixel", "channel"):
+                return self.mingle(node, left, right)
+            case ("pixel", "channel", "channel", "pixel"):
+                return self.mingle(node, right.swapped, left.swapped).swapped
+        self.refuse(node, PRODUCT.format(*shapes))
 
     def is_known(self, source: Any) -> bool:
         return source in self.layouts or isinstance(self.names.get(source), str)
@@ -58,10 +98,8 @@ class Attend(Mover):
         lead = self.check_lead(node, q, k)
         (one, q), (other, k) = self.made(node, q, "last"), self.made(node, k, "last")
         other = self.another(node, other, one)
-        heads = [f for d in lead for f in q.dims[d] if f.kind == "channel"]
-        count = 1
-        for factor in heads:
-            count *= factor.size
+        heads = channel_factors(tuple(q.dims[d] for d in lead))
+        count = size_of(heads)
         width = self.channels(one) // count
         name = self.enter_as(self.inside(node, "scores"), Scores(count, width, scale), (one, other))
         fresh = {f: Factor("channel", f.size) for f in heads}
@@ -85,6 +123,32 @@ class Attend(Mover):
         pixels = [tuple(f for f in dim if f.kind == "pixel") for dim in values.base[1:-1]]
         base = (values.base[0], *pixels[:-1], looks.dims[-2], values.base[-1])
         return Arrangement(made, rank, base, dims, values.index).bare
+
+    def covariance(self, node: fx.Node, q: Arrangement, k: Arrangement, scale: float) -> Arrangement:
+        """Both as (.., channels of a head, tokens); gives (.., channels of a head, channels of a head), the last as pixels."""
+        q, k = q.with_side(-1), k.with_side(-1)
+        lead = self.check_lead(node, q, k)
+        (one, q), (other, k) = self.made(node, q, "last"), self.made(node, k, "last")
+        other = self.another(node, other, one)
+        heads = channel_factors(tuple(q.dims[d] for d in lead))
+        op = Covariance(size_of(heads), scale)
+        name = self.enter_as(self.inside(node, "covariance"), op, (one, other))
+        made, keys = self.sketch.nodes[name], (Factor("pixel", self.channels(other) // op.heads),)
+        pixels = [tuple(f for f in q.dims[d] if f.kind == "pixel") for d in lead]
+        base = (q.base[0], (Factor("channel", made.channels),), *(dim for dim in pixels if dim), keys)
+        return Arrangement(name, 1, base, (*q.dims[:-1], keys), q.index)
+
+    def mingle(self, node: fx.Node, looks: Arrangement, values: Arrangement) -> Arrangement:
+        """(.., channels of a head, channels of a head as pixels) and (.., channels of a head, tokens) to the like of these."""
+        looks, values = looks.with_side(-1), values.with_side(-1)
+        lead = self.check_lead(node, looks, values)
+        name, looks = self.made(node, looks, "first")
+        read, values = self.made(node, values, "last")
+        op = Mingle(size_of(channel_factors(tuple(values.dims[d] for d in lead))), axis=values.axis)
+        made = self.enter_as(self.inside(node, "mingled"), op, (name, read))
+        dims = (*(values.dims[d] for d in lead), looks.dims[-2], values.dims[-1])
+        base = (*values.base[:-1], (Factor("channel", self.channels(made)),))
+        return Arrangement(made, op.axis, base, dims, looks.index).bare
 
     def check_lead(self, node: fx.Node, one: Arrangement, other: Arrangement) -> list[int]:
         """The dimensions of images, windows and heads, which must be the same for both."""
@@ -133,12 +197,13 @@ class Attend(Mover):
     ) -> Arrangement:
         q, k, v = tensors
         training = self.module.get_submodule(path_of(node)).training
-        looks = self.scores(node, q, k, scale)
+        over_channels = [kind_of(each, dim) for each in (q, k, v) for dim in (-2, -1)] == ["channel", "pixel"] * 3
+        looks = (self.covariance if over_channels else self.scores)(node, q, k, scale)
         looks = looks if mask is None else self.beside(node, looks, mask, "add")
         looks = self.pixelwise(node, looks, nn.Softmax(-1), "softmax")
         if drop:
             looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
-        return self.weigh(node, looks, v)
+        return (self.mingle if over_channels else self.weigh)(node, looks, v)
 
     def beside(
         self, node: fx.Node, layout: Arrangement, constant: fx.Node, function: str, before: bool = False
@@ -179,11 +244,11 @@ class Attend(Mover):
     ) -> Arrangement | None:
         """A module over one dimension of pixels; None if that dimension is something else."""
         dim %= len(layout.dims)
-        if self.whole or not layout.dims[dim] or not layout.holds(dim, "pixel"):
+        if self.whole or not layout.holds(dim, "pixel"):
             return None
-        layout = self.made(node, layout, "first")[1]
+        layout = self.made(node, layout.with_side(dim), "first")[1]
         before = sum(any(f.kind == "pixel" for f in each) for each in layout.dims[:dim])
-        return self.pixelwise(node, layout, make(2 + before), word)
+        return self.pixelwise(node, layout, make(2 + before), word).bare
 
     def pixelwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement:
         """A module over what each channel of a node is, which keeps its shape."""
@@ -227,3 +292,10 @@ class Attend(Mover):
         name = self.fresh(name) if name in self.sketch.nodes else name
         shares = own(self, node, name, layer, op)
         return self.put(Node(name, op, (read,), (0,) * width, self.sketch.nodes[read].size, shares))
+
+
+def kind_of(layout: Arrangement, dim: int) -> str:
+    """What a dimension is: channels, pixels (or a single one), or a mixture of things."""
+    if not layout.dims[dim] or layout.holds(dim, "pixel"):
+        return "pixel"
+    return "channel" if layout.holds(dim, "channel") else ""

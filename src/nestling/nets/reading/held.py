@@ -17,8 +17,8 @@ from nestling.nets.plan import Node
 from nestling.nets.reading.recorded import Recorder, Unknown
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import Page
-from nestling.nets.reading.trace import attribute
 from nestling.nets.reading.vocabulary import METHODS, SHAPING
+from nestling.nets.reading.watcher import attribute
 
 
 def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, str] | None:

@@ -76,6 +76,11 @@ class Arrangement:
     def permuted(self, order: Sequence[int]) -> "Arrangement":
         return self.with_dims(tuple(self.dims[d] for d in order))
 
+    @property
+    def swapped(self) -> "Arrangement":
+        """Its last two dimensions in the other order."""
+        return self.permuted([*range(len(self.dims) - 2), -1, -2])
+
     def with_dims(self, dims: Dims) -> "Arrangement":
         """The same factors in another order."""
         old, new = channel_factors(self.dims), channel_factors(dims)

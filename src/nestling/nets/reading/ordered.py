@@ -89,7 +89,7 @@ class Streams:
 
     def enter(self, node: Node) -> None:
         read = self.nodes[node.reads[0]]
-        if isinstance(node.op, EACH):
+        if isinstance(node.op, EACH) and not node.op.grouped:
             reads = [self.nodes[name] for name in node.reads]
             alike = [each.name for each in reads if each.channels == node.channels]
             for name in alike:

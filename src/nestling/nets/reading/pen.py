@@ -15,8 +15,6 @@ from torch import Tensor, fx, nn
 from nestling.errors import NestlingError
 from nestling.nets.ops import (
     BatchNorm,
-    Cat,
-    Join,
     LayerNorm,
     Linear,
     Module,
@@ -24,22 +22,22 @@ from nestling.nets.ops import (
     Operation,
     PixelLinear,
     Scale,
-    Tokens,
     Zip,
 )
 from nestling.nets.ops.calls import Call, DropPath, spelled
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
-from nestling.nets.reading.attend import Attend
 from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
-from nestling.nets.reading.layout import Arrangement, sides_of
+from nestling.nets.reading.layout import Arrangement
+from nestling.nets.reading.placing import Placing
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
-from nestling.nets.reading.sketch import STRANGE, UNPLAIN
-from nestling.nets.reading.trace import BATCHES, path_of
+from nestling.nets.reading.sketch import UNPLAIN
+from nestling.nets.reading.trace import BATCHES
+from nestling.nets.reading.watcher import path_of
 
 
-class Pen(Attend):
+class Pen(Placing):
     """Enters one operation after another on the page."""
 
     def map(self, node: fx.Node, layer: nn.Module) -> None:
@@ -67,8 +65,9 @@ class Pen(Attend):
         self.layouts[node] = replace(layout, name=name)
 
     def softmax(self, node: fx.Node, dim: int) -> bool:
-        """Over pixels, as in attention, or over the channels of each head; what is over all channels is not nested."""
-        return self.within(node, dim, lambda at: nn.Softmax(at), "softmax")
+        """Over pixels, as in attention, over the channels of each head, or over parts; over all channels it is not nested."""
+        known = self.is_known(node.all_input_nodes[0]) and type(dim) is int
+        return self.within(node, dim, lambda at: nn.Softmax(at), "softmax") or (known and self.softmax_parts(node, dim))
 
     def normalize(self, node: fx.Node) -> bool:
         """The same for vectors of length one."""
@@ -122,20 +121,10 @@ class Pen(Attend):
         reads = (self.read_of(node, 0), self.read_of(node, 0 if node.args[0] is node.args[1] else 1))
         one, other = (self.values[a] for a in tensors)
         widths, axes = {self.channels(read) for read in reads}, {self.axis(read) for read in reads}
-        if one.dim() != other.dim() or len(widths - {1}) > 1 or len(axes) > 1:
+        apart = one.dim() != other.dim() or len(widths - {1}) > 1 or len(axes) > 1
+        if apart or max(widths) != self.shape(node)[max(axes)]:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
         self.enter(node, Zip(function, axis=axes.pop()), reads)
-
-    def zip_everywhere(self, node: fx.Node, function: str, tensors: list[fx.Node]) -> None:
-        """Two tensors of the same layout."""
-        (one, mine), (other, theirs) = (self.made(node, self.layout_of(node, tensor)) for tensor in tensors)
-        sides = [[sides_of(dim) for dim in each.dims] for each in (mine, theirs)]
-        if sides[0] != sides[1] or self.sketch.nodes[one].size != self.sketch.nodes[other].size:
-            self.refuse(
-                node, f"it combines tensors of shapes {mine.shape} and {theirs.shape} whose channels stand differently"
-            )
-        name = self.enter_as(self.inside(node, function), Zip(function, axis=mine.axis), (one, other))
-        self.layouts[node] = replace(mine, name=name)
 
     def scale(self, node: fx.Node, function: str) -> None:
         """A tensor and numbers of the module's own: a number for every channel, or one for all, is a parameter or buffer cut by
@@ -326,6 +315,11 @@ class Pen(Attend):
     def reduction(self, node: fx.Node, function: Callable[..., Any]) -> None:
         given = self.given(node, "input", "dim", "keepdim")
         dims, source = given.get("dim"), node.all_input_nodes[0]
+        only = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
+        if source in self.layouts and type(only) is int and not {*given} - {"input", "dim", "keepdim"}:
+            at = only % self.values[source].dim()
+            if self.reduced_parts(node, function, at, bool(given.get("keepdim"))):
+                return
         rank, axis = self.values[source].dim(), self.axis(self.read_of(node))
         listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
         over = sorted(d % rank for d in listed)
@@ -335,70 +329,6 @@ class Pen(Attend):
             self.pointwise(node, function)
         else:
             self.reduced(node, function, over, {k: v for k, v in given.items() if k not in ("input", "dim")})
-
-    def join(self, node: fx.Node) -> None:
-        given = self.given(node, "tensors", "dim")
-        tensors, dim = given["tensors"], given.get("dim", given.get("axis", 0))
-        if not isinstance(tensors, list | tuple) or not all(isinstance(t, fx.Node) for t in tensors):
-            self.refuse(node, "it joins something else than a list of tensors")
-        at = dim % self.values[node].dim()
-        strange = [t for t in tensors if not isinstance(self.names.get(t), str)]
-        computed = [t for t in tensors if t not in strange]
-        axes = {self.axis(str(self.names[t])) for t in computed}
-        if strange and at == 1 and axes == {2} and computed == [tensors[-1]] and not self.whole:
-            self.tokens(node, list(tensors))
-            return
-        if strange:
-            self.refuse(
-                node,
-                UNPLAIN.format(self.shape(strange[0]))
-                if strange[0] in self.layouts
-                else STRANGE.format(strange[0].target),
-            )
-        if axes != {at}:
-            self.join_pixels(node, [str(self.names[t]) for t in computed], at, axes)
-            return
-        reads: list[str] = []
-        for tensor in tensors:
-            name = str(self.names[tensor])
-            if name in reads:  # a plan reads each tensor once: take a copy
-                name = self.take(node, name, tuple(range(self.channels(name))))
-            reads.append(name)
-        self.enter(node, Cat(axis=at), tuple(reads))
-
-    def join_pixels(self, node: fx.Node, names: list[str], at: int, axes: set[int]) -> None:
-        """The pixels of each channel behind each other."""
-        if self.whole or at == 0 or len(axes) > 1 or len({self.channels(name) for name in names}) > 1:
-            self.refuse(node, f"it joins along dimension {at} tensors whose channels stand at {sorted(axes)}")
-        axis, reads = axes.pop(), list[str]()
-        for name in names:
-            reads.append(self.another(node, name, name if name in reads else ""))
-        self.enter(node, Join(at - 1 if at < axis else at - 2, axis=axis), tuple(reads))
-
-    def tokens(self, node: fx.Node, tensors: list[fx.Node]) -> None:
-        """Tokens of the module's own before those that were computed."""
-        read = str(self.names[tensors[-1]])
-        for constant in reversed(tensors[:-1]):
-            found = constant_of(self, node, constant)
-            if found is None:
-                self.refuse(
-                    node, "its tokens are computed from parameters while running, so they cannot be cut by births"
-                )
-            held, path = found
-            layer, count = nn.Module(), self.values[constant].shape[1]
-            if isinstance(held, nn.Parameter):
-                layer.register_parameter("weight", held)
-            else:
-                layer.register_buffer("weight", held)
-            if held.numel() != count * self.channels(read):
-                self.refuse(node, f"its tokens have the shape {tuple(held.shape)}; expected a number for every channel")
-            op, name = Tokens(count, isinstance(held, nn.Parameter), axis=2), self.fresh(f"{path or 'tokens'}_token")
-            layer.training = self.module.get_submodule(path_of(node)).training
-            if own(self, node, name, layer, op):
-                self.refuse(node, "the same tokens are put in several places")
-            before = self.sketch.nodes[read]
-            read = self.put(Node(name, op, (read,), (0,) * before.channels, op.size([before])))
-        self.names[node] = read
 
     def glu(self, node: fx.Node, dim: int) -> None:
         """The first half of the channels, gated by the second."""
@@ -410,17 +340,6 @@ class Pen(Attend):
         one, other = self.take(node, read, tuple(range(half))), self.take(node, read, tuple(range(half, 2 * half)))
         gate = self.before(f"{other}_gate", other, Call(torch.sigmoid, 0, (None,), {}))
         self.enter(node, Zip("mul", axis=axis), (one, gate))
-
-    def expand(self, node: fx.Node) -> None:
-        """Each channel over more pixels."""
-        traced = node.all_input_nodes[0]
-        size, before = self.size(node), tuple(self.values[traced].shape)
-        plain = traced not in self.layouts and self.axis(self.computed(node, traced)) == 1
-        if not plain or before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
-            self.refuse(node, f"it spreads a tensor of shape {before} to {tuple(self.values[node].shape)}")
-        read, name = self.computed(node, traced), self.name(node)
-        self.sketch.layers[name] = Call(torch.Tensor.expand, 0, (None, -1, -1, *size), {})
-        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), size))
 
     def pad(self, node: fx.Node) -> None:
         """Zeros around each image, or further channels of zeros."""
@@ -443,44 +362,6 @@ class Pen(Attend):
             self.refuse(node, f"padding {sides} with {value}: channels may only be padded by themselves, with zeros")
         self.names[node] = self.take(node, read, (-1,) * before + tuple(range(self.channels(read))) + (-1,) * after)
 
-    def pad_pixels(self, node: fx.Node, read: str, sides: tuple[int, ...], given: dict[str, Any], value: float) -> bool:
-        """Around the pixels of each channel, where the channels stand behind some of them."""
-        axis, rank = self.axis(read), self.values[node].dim()
-        at = 2 * (rank - 1 - axis)
-        if any(sides[at : at + 2]) or len(sides) > 2 * (rank - 1) or self.whole:
-            return False
-        call = Call(F.pad, 0, (None, sides, given.get("mode", "constant"), value), {})
-        self.sketch.layers[self.name(node)] = call
-        self.add(
-            node, Node(self.name(node), Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis))
-        )
-        return True
-
-    def roll(self, node: fx.Node) -> None:
-        """Pixels around their image."""
-        read = self.read_of(node)
-        given, axis, rank = self.given(node, "input", "shifts", "dims"), self.axis(read), self.values[node].dim()
-        dims = given.get("dims")
-        over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims if isinstance(dims, int) else 0])]
-        if {0, axis} & {*over} or self.whole:
-            self.refuse(node, "it rolls images or channels, or the dimensions are not said; only pixels are rolled")
-        name = self.name(node)
-        self.sketch.layers[name] = Call(torch.roll, 0, (None, given["shifts"], tuple(over)), {})
-        self.add(node, Node(name, Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis)))
-
-    def addcmul(self, node: fx.Node) -> None:
-        """A shift of the module's own, and a tensor by a scale of its own."""
-        given = self.given(node, "input", "tensor1", "tensor2")
-        known = [word for word in ("tensor1", "tensor2") if self.is_known(given[word])]
-        tensors = [given[word] for word in given if isinstance(given[word], fx.Node)]
-        if len(known) != 1 or len(tensors) != 3 or given.get("value", 1) != 1 or self.whole:
-            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
-        scale = given["tensor2" if known == ["tensor1"] else "tensor1"]
-        scaled = self.beside(node, self.layout_of(node, given[known[0]]), scale, "mul")
-        if self.is_known(given["input"]):
-            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
-        self.layouts_or_name(node, self.beside(node, scaled, given["input"], "add"))
-
     def opaque(self, node: fx.Node) -> None:
         """An operation as it was recorded, all channels at once.
 
@@ -497,9 +378,6 @@ class Pen(Attend):
         tensors = [self.tensor_of[read] for read in reads]
         op = Opaque(work(piece, tensors), sum(p.numel() for p in piece.parameters()))
         self.add(node, Node(name, op, reads, (0,) * value.shape[1], tuple(value.shape[2:])))
-
-    def zeros(self, node: fx.Node) -> None:
-        self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))
 
 
 SPATIAL = ("pool", "pad", "upsampl", "interpolate", "dropout2d", "featurealpha", "reshape")

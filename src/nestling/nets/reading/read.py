@@ -20,12 +20,11 @@ from nestling.nets.plan import Node
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
 from nestling.nets.reading.sketch import Sketch
-from nestling.nets.reading.trace import BATCHES, Shape, Trace, place, shapes, trace
+from nestling.nets.reading.trace import BATCHES, Shape, Trace, trace
 from nestling.nets.reading.vocabulary import (
     BINARY,
     CHANNELWISE,
     DROPOUTS,
-    IN_PLACE,
     JOINS,
     LAYERS,
     METHODS,
@@ -37,7 +36,9 @@ from nestling.nets.reading.vocabulary import (
     RESHAPES,
     SOFTMAXES,
     SPLITS,
+    SYNONYMS,
 )
+from nestling.nets.reading.watcher import place, shapes
 
 UNKNOWN = "it is not known to work channel by channel"
 
@@ -188,7 +189,7 @@ class Reader(Pen):
 
     def enter_operation(self, node: fx.Node, target: Any) -> None:
         """`target` is the function, or the function that a method stands for."""
-        base = IN_PLACE.get(target, target)
+        base = SYNONYMS.get(target, target)
         self.check_constants(
             node,
             batch=base not in RESHAPES and base != "expand",
@@ -209,12 +210,16 @@ class Reader(Pen):
             self.unbind(node)
         elif base in (torch.matmul, operator.matmul, torch.bmm):
             self.matmul(node, *node.args[:2])
+        elif base is torch.einsum:
+            self.einsum(node)
         elif base is F.scaled_dot_product_attention:
             self.fused(node)
         elif base is F.channel_shuffle:
             self.shuffle(node, self.given(node, "input", "groups")["groups"])
         elif base in JOINS:
             self.join(node)
+        elif base is torch.stack:
+            self.stack(node)
         elif base in SPLITS:
             self.split(node)
         elif base in DROPOUTS:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nestling.nets.reading.trace import BATCHES, Trace, tensors_of, without_data
+from nestling.nets.reading.trace import BATCHES, Trace, without_data
+from nestling.nets.reading.watcher import tensors_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from nestling.nets.ops import Select
 from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
 from nestling.nets.reading.layout import Arrangement
-from nestling.nets.reading.trace import BATCHES, Trace, path_of, place
+from nestling.nets.reading.trace import BATCHES, Trace
+from nestling.nets.reading.watcher import path_of, place
 
 UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
 MIXED = "it makes {} of {}, which puts channels into one dimension with pixels or images"

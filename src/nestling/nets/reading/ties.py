@@ -97,7 +97,8 @@ def born(nodes: Sequence[Node], growth: Growth, uneven: bool, net: str, whole: S
 
 
 def put_off(nodes: Sequence[Node], needed: Mapping[str, Sequence[int]], growth: Growth, uneven: bool) -> list[Node]:
-    """The nodes with births no earlier than the first stage that needs one of the channels that are born together.
+    """The nodes with births no earlier than the first stage that needs one of the channels that are born together; nor, where
+    no other place or group binds it, than the first that needs the channel itself (a gate of what is only squeezed at first).
 
     So a layer before fewer heads than stages does not work for nobody."""
     ties, by_name = Ties(), {node.name: node for node in nodes}
@@ -110,10 +111,13 @@ def put_off(nodes: Sequence[Node], needed: Mapping[str, Sequence[int]], growth: 
             if stage and root not in ties.birth:
                 first[root] = min(first.get(root, stage), stage)
     made: dict[str, Node] = {}
+    bound = {node.shares for node in nodes} | {node.name for node in nodes if node.shares or not node.reads}
+    bound |= {node.name for node in nodes if node.op.weighted and groups_of(node, by_name[node.reads[0]])}
     for node in nodes:
         reads = [made[read] for read in node.reads]
         births = tuple(
-            max(birth, first.get(ties.root(c), 0)) for birth, c in zip(node.births, channels[node.name], strict=True)
+            max(birth, first.get(ties.root(c), 0), 0 if node.name in bound else stage)
+            for birth, c, stage in zip(node.births, channels[node.name], needed[node.name], strict=True)
         )
         if not node.op.weighted:
             births = tuple(latest(node, reads, row, birth) for row, birth in enumerate(births))

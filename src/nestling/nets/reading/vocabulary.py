@@ -50,6 +50,7 @@ IN_PLACE: dict[Function, Function] = {
     operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
     torch.relu_: torch.relu, torch.sigmoid_: torch.sigmoid, torch.tanh_: torch.tanh, torch.clamp_: torch.clamp,
 }  # fmt: skip
+SYNONYMS: dict[Function, Function] = {torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose, **IN_PLACE}
 REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var}
 RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.unflatten}
 SHAPING: set[Any] = {*RESHAPES, operator.getitem, "expand", "expand_as"}  # what leaves the numbers of a constant alone
@@ -70,7 +71,8 @@ METHODS: dict[Any, Function] = {
     "view": torch.reshape, "reshape": torch.reshape, "flatten": torch.flatten, "squeeze": torch.squeeze,
     "unsqueeze": torch.unsqueeze, "contiguous": torch.reshape, "clone": torch.reshape, "chunk": torch.chunk,
     "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
-    "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "matmul": torch.matmul,
+    "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "swapdims": torch.transpose,
+    "matmul": torch.matmul,
     "roll": torch.roll, "addcmul": torch.addcmul, "type": torch.reshape,
     "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
     "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,

@@ -1,0 +1,150 @@
+"""Operations that put tensors elsewhere: joined, spread, rolled, with tokens before or pixels around them.
+
+In: an operation of torch.fx and the page it belongs on. Out: nodes and layers entered on that page, or a refusal that says
+why this one cannot be nested.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from nestling.nets.ops import Cat, Join, Module, Tokens
+from nestling.nets.ops.calls import Call
+from nestling.nets.plan import Node
+from nestling.nets.reading.held import constant_of, own
+from nestling.nets.reading.parted import Parted
+from nestling.nets.reading.sketch import STRANGE, UNPLAIN
+from nestling.nets.reading.vocabulary import BINARY, METHODS
+from nestling.nets.reading.watcher import path_of
+
+
+class Placing(Parted):
+    """What moves numbers and computes none, and a scale with its shift."""
+
+    def join(self, node: fx.Node) -> None:
+        given = self.given(node, "tensors", "dim")
+        tensors, dim = given["tensors"], given.get("dim", given.get("axis", 0))
+        if not isinstance(tensors, list | tuple) or not all(isinstance(t, fx.Node) for t in tensors):
+            self.refuse(node, "it joins something else than a list of tensors")
+        at = dim % self.values[node].dim()
+        strange = [t for t in tensors if not isinstance(self.names.get(t), str)]
+        computed = [t for t in tensors if t not in strange]
+        axes = {self.axis(str(self.names[t])) for t in computed}
+        if strange and at == 1 and axes == {2} and computed == [tensors[-1]] and not self.whole:
+            self.tokens(node, list(tensors))
+            return
+        if strange:
+            self.refuse(
+                node,
+                UNPLAIN.format(self.shape(strange[0]))
+                if strange[0] in self.layouts
+                else STRANGE.format(strange[0].target),
+            )
+        if axes != {at}:
+            self.join_pixels(node, [str(self.names[t]) for t in computed], at, axes)
+            return
+        reads: list[str] = []
+        for tensor in tensors:
+            name = str(self.names[tensor])
+            if name in reads:  # a plan reads each tensor once: take a copy
+                name = self.take(node, name, tuple(range(self.channels(name))))
+            reads.append(name)
+        self.enter(node, Cat(axis=at), tuple(reads))
+
+    def join_pixels(self, node: fx.Node, names: list[str], at: int, axes: set[int]) -> None:
+        """The pixels of each channel behind each other."""
+        if self.whole or at == 0 or len(axes) > 1 or len({self.channels(name) for name in names}) > 1:
+            self.refuse(node, f"it joins along dimension {at} tensors whose channels stand at {sorted(axes)}")
+        axis, reads = axes.pop(), list[str]()
+        for name in names:
+            reads.append(self.another(node, name, name if name in reads else ""))
+        self.enter(node, Join(at - 1 if at < axis else at - 2, axis=axis), tuple(reads))
+
+    def tokens(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+        """Tokens of the module's own before those that were computed."""
+        read = str(self.names[tensors[-1]])
+        for constant in reversed(tensors[:-1]):
+            found = constant_of(self, node, constant)
+            if found is None:
+                self.refuse(
+                    node, "its tokens are computed from parameters while running, so they cannot be cut by births"
+                )
+            held, path = found
+            layer, count = nn.Module(), self.values[constant].shape[1]
+            if isinstance(held, nn.Parameter):
+                layer.register_parameter("weight", held)
+            else:
+                layer.register_buffer("weight", held)
+            if held.numel() != count * self.channels(read):
+                self.refuse(node, f"its tokens have the shape {tuple(held.shape)}; expected a number for every channel")
+            op, name = Tokens(count, isinstance(held, nn.Parameter), axis=2), self.fresh(f"{path or 'tokens'}_token")
+            layer.training = self.module.get_submodule(path_of(node)).training
+            if own(self, node, name, layer, op):
+                self.refuse(node, "the same tokens are put in several places")
+            before = self.sketch.nodes[read]
+            read = self.put(Node(name, op, (read,), (0,) * before.channels, op.size([before])))
+        self.names[node] = read
+
+    def expand(self, node: fx.Node) -> None:
+        """Each channel over more pixels, or a single one over many, which sums and products do by themselves."""
+        traced = node.all_input_nodes[0]
+        if self.broadcasts(node, traced):
+            self.names[node] = self.computed(node, traced)
+            return
+        size, before = self.size(node), tuple(self.values[traced].shape)
+        plain = traced not in self.layouts and self.axis(self.computed(node, traced)) == 1
+        if not plain or before[:2] != tuple(self.values[node].shape[:2]) or len(before) != len(size) + 2:
+            self.refuse(node, f"it spreads a tensor of shape {before} to {tuple(self.values[node].shape)}")
+        read, name = self.computed(node, traced), self.name(node)
+        self.sketch.layers[name] = Call(torch.Tensor.expand, 0, (None, -1, -1, *size), {})
+        self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), size))
+
+    def broadcasts(self, node: fx.Node, traced: fx.Node) -> bool:
+        """Whether a single channel is spread over many, all of its pixels being there, for nothing but sums and products."""
+        name, before, after = self.names.get(traced), self.shape(traced), self.shape(node)
+        plain = isinstance(name, str) and self.axis(name) == 1 and before[1:2] == (1,) and not self.whole
+        binary = all(METHODS.get(user.target, user.target) in BINARY for user in node.users)
+        return plain and binary and before[2:] == after[2:] and len(before) == len(after)
+
+    def pad_pixels(self, node: fx.Node, read: str, sides: tuple[int, ...], given: dict[str, Any], value: float) -> bool:
+        """Around the pixels of each channel, where the channels stand behind some of them."""
+        axis, rank = self.axis(read), self.values[node].dim()
+        at = 2 * (rank - 1 - axis)
+        if any(sides[at : at + 2]) or len(sides) > 2 * (rank - 1) or self.whole:
+            return False
+        call = Call(F.pad, 0, (None, sides, given.get("mode", "constant"), value), {})
+        self.sketch.layers[self.name(node)] = call
+        self.add(
+            node, Node(self.name(node), Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis))
+        )
+        return True
+
+    def roll(self, node: fx.Node) -> None:
+        """Pixels around their image."""
+        read = self.read_of(node)
+        given, axis, rank = self.given(node, "input", "shifts", "dims"), self.axis(read), self.values[node].dim()
+        dims = given.get("dims")
+        over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims if isinstance(dims, int) else 0])]
+        if {0, axis} & {*over} or self.whole:
+            self.refuse(node, "it rolls images or channels, or the dimensions are not said; only pixels are rolled")
+        name = self.name(node)
+        self.sketch.layers[name] = Call(torch.roll, 0, (None, given["shifts"], tuple(over)), {})
+        self.add(node, Node(name, Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis)))
+
+    def addcmul(self, node: fx.Node) -> None:
+        """A shift of the module's own, and a tensor by a scale of its own."""
+        given = self.given(node, "input", "tensor1", "tensor2")
+        known = [word for word in ("tensor1", "tensor2") if self.is_known(given[word])]
+        tensors = [given[word] for word in given if isinstance(given[word], fx.Node)]
+        if len(known) != 1 or len(tensors) != 3 or given.get("value", 1) != 1 or self.whole:
+            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
+        scale = given["tensor2" if known == ["tensor1"] else "tensor1"]
+        scaled = self.beside(node, self.layout_of(node, given[known[0]]), scale, "mul")
+        if self.is_known(given["input"]):
+            self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
+        self.layouts_or_name(node, self.beside(node, scaled, given["input"], "add"))
+
+    def zeros(self, node: fx.Node) -> None:
+        self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))
