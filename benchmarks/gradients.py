@@ -1,14 +1,12 @@
-"""What a step with one gradient per task costs, against the summed loss and against other libraries.
+"""What a step with one gradient per task costs, against the summed loss and against other libraries, on a CPU.
 
-    python benchmarks/gradients.py                                     all cases on the CPU: time and memory
-    python benchmarks/gradients.py --combine-only --device cuda        Gram matrix and update alone, against copying
+    python benchmarks/gradients.py --rounds 7 --json results/gradients-cpu.json      all cases; --case replaces the rows of one
+    python benchmarks/gradients.py --table results/gradients-cpu.json                the tables of docs/gradients.md
 
-Every round runs all methods once, in an order drawn anew; a figure is the median over rounds of the ratio to the
-summed loss of the same round, in CPU seconds of one thread (what else runs on the machine disturbs those less;
---threads 2 takes wall seconds). The C library is told to keep freed memory, for every method, since otherwise page
-faults are half of what is measured; --trim leaves it alone. Memory is measured in a fresh process for each method,
-above the loaded model: the peak resident set, and the peak of what torch allocated (some of which may never be
-touched). Rivals that are not installed are left out. --json prints one JSON line.
+Every round runs all methods once, in an order drawn anew; a figure is the median over rounds of the ratio to the summed loss of
+the same round, in CPU seconds of one thread (--threads 2: wall seconds). The C library is told to keep freed memory, for every
+method, since otherwise page faults are half of what is measured; --trim leaves it alone. Memory is measured in a fresh process
+per method, above the loaded model: peak resident set, and peak of what torch allocated. Rivals not installed are left out.
 """
 
 import argparse
@@ -23,6 +21,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,20 @@ def summed(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     return step
 
 
+def floor(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    """No method: every task comes back to the first weight, and one makes the weights' gradients. No Gram matrix, no rows."""
+    first = next(net.parameters())
+
+    def step() -> None:
+        net.zero_grad()
+        *others, last = losses()
+        for loss in others:
+            torch.autograd.grad(loss, first, retain_graph=True)
+        last.backward()
+
+    return step
+
+
 def ours(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     from nestling.gradients import Accumulator
     from nestling.gradients.combiners import OSGD
@@ -180,9 +194,11 @@ def config(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
 
 KEEP = {"MALLOC_TOP_PAD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_MAX_": "0"}
 
+OURS = "nestling osgd"
 METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
     "summed loss": summed,
-    "nestling osgd": ours,
+    "floor: every task back, one weight gradient": floor,
+    OURS: ours,
     "torchjd, vmap": torchjd(None),
     "torchjd, chunk 1": torchjd(1),
     "torchjd, autogram": autogram,
@@ -259,160 +275,26 @@ def memory(case_name: str, method: str) -> dict[str, float]:
     return found
 
 
-def measure(rounds: int, seed: int, names: list[str]) -> list[dict[str, object]]:
+def measure(case_name: str, rounds: int, seed: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for case_name in names:
-        case = CASES[case_name]
-        seconds = timed(case, rounds, seed)
-        for method, own in seconds.items():
-            ratios = sorted(a / b for a, b in zip(own, seconds["summed loss"], strict=True))
-            quarter = len(ratios) // 4
-            rows.append(
-                {
-                    "case": case_name,
-                    "method": method,
-                    "ratio": round(statistics.median(ratios), 3),
-                    "low": round(ratios[quarter], 3),
-                    "high": round(ratios[-1 - quarter], 3),
-                    "ms": round(1000 * statistics.median(own), 1),
-                    **memory(case_name, method),
-                    "rounds": rounds,
-                }
-            )
-            print(f"{case_name}: {method}: {rows[-1]['ratio']}", file=sys.stderr)
-    return rows
-
-
-# Combining alone.
-
-
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The parameters of a ResNet-50: 25.6 M entries in 161 tensors."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    before = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convs = [(width, before, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            if block == 0:
-                convs.append((4 * width, before, 1, 1))
-            before = 4 * width
-            shapes += [shape for conv in convs for shape in (conv, conv[:1], conv[:1])]
-    return [*shapes, (1000, 2048), (1000,)]
-
-
-def combine_only(device: str, tasks: int, repeats: int, asked: bool = False) -> list[dict[str, object]]:
-    """Gram matrix, weights and update of rows that own everything, checked, against copying as many bytes."""
-    from nestling.gradients import kernels
-    from nestling.gradients.combiners import OSGD
-    from nestling.gradients.owners import MemoryShape, from_masks
-    from nestling.gradients.rows import Rows
-
-    kernels.WANTED = asked
-    generator = torch.Generator(device).manual_seed(0)
-    params = [torch.zeros(shape, device=device, requires_grad=True) for shape in resnet50_shapes()]
-    entries = sum(p.numel() for p in params)
-    base = torch.randn(entries, generator=generator, device=device)
-    dense = torch.stack([base + torch.randn(entries, generator=generator, device=device) for _ in range(tasks)])
-    layout = from_masks(tuple(MemoryShape.of(p) for p in params), (2**tasks - 1,) * len(params), tasks)
-    combine = OSGD()
-
-    def fresh() -> list[list[Tensor | None]]:
-        split = [dense[t].split([p.numel() for p in params]) for t in range(tasks)]
-        return [[part.view(p.shape).clone() for part, p in zip(parts, params, strict=True)] for parts in split]
-
-    def step(rows: list[list[Tensor | None]]) -> Tensor:
-        for p in params:
-            p.grad = None
-        report = combine(Rows(params, layout, [list(row) for row in rows]))
-        assert report.gram is not None
-        return report.gram[0]
-
-    stored = fresh()
-    gram = step(stored).cpu()
-    found = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
-    wide = dense.double()
-    exact = (wide @ wide.T).cpu()
-    lower = torch.linalg.cholesky(exact)
-    weights = torch.linalg.solve_triangular((lower / lower.diagonal()).T, torch.ones(tasks, 1).double(), upper=True)
-    wanted = (weights.T.to(device) @ wide)[0]
-    errors = {
-        "gram_error": float(((gram - exact).abs() / exact.abs().max()).max()),
-        "update_error": float((found.double() - wanted).norm() / wanted.norm()),
-    }
-    assert errors["gram_error"] < 1e-8 and errors["update_error"] < 1e-6, errors
-    del wide, found, wanted
-
-    stored = fresh()
-    bandwidth = copy_bandwidth(device, repeats)
-    floor = (2 * tasks + 1) * entries * 4 / bandwidth  # read for the Gram matrix, read and write for the update
-    ways: dict[str, Step] = {"eager": lambda: void(step(stored))}
-    if device == "cuda":
-        ways["cuda graph"] = captured(lambda: void(step(stored)))
-    rows = []
-    for name, way in ways.items():
-        seconds = clocked(way, device, repeats)
+    seconds = timed(CASES[case_name], rounds, seed)
+    for method, own in seconds.items():
+        ratios = sorted(a / b for a, b in zip(own, seconds["summed loss"], strict=True))
+        quarter = len(ratios) // 4
         rows.append(
             {
-                "tasks": tasks,
-                "entries": entries,
-                "way": f"{name}, {'kernels' if asked else 'plain'}",
-                "ms": round(1000 * statistics.median(seconds), 4),
-                "floor_ms": round(1000 * floor, 4),
-                "ratio": round(statistics.median(seconds) / floor, 3),
-                "low": round(min(seconds) / floor, 3),
-                "high": round(max(seconds) / floor, 3),
-                "copy_gb_s": round(bandwidth / 1e9, 1),
-                "repeats": repeats,
-                **{key: f"{value:.1e}" for key, value in errors.items()},
+                "case": case_name,
+                "method": method,
+                "ratio": round(statistics.median(ratios), 3),
+                "low": round(ratios[quarter], 3),
+                "high": round(ratios[-1 - quarter], 3),
+                "ms": round(1000 * statistics.median(own), 1),
+                **memory(case_name, method),
+                "rounds": rounds,
             }
         )
+        print(f"{case_name}: {method}: {rows[-1]['ratio']}", file=sys.stderr)
     return rows
-
-
-def void(_: object) -> None:
-    """Drop a value, so that a step returns nothing."""
-
-
-def captured(step: Step) -> Step:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def clocked(step: Step, device: str, repeats: int) -> list[float]:
-    """Seconds per step; on a GPU of ten steps in a row, which is how a training loop queues them."""
-    seconds = []
-    for _ in range(3):
-        step()
-    for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(10):
-                step()
-            stop.record()
-            torch.cuda.synchronize()
-            seconds.append(start.elapsed_time(stop) / 10_000)
-        else:
-            begin = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
-def copy_bandwidth(device: str, repeats: int) -> float:
-    """Bytes read and written per second by one large copy."""
-    source = torch.ones(100_000_000, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / statistics.median(clocked(lambda: void(target.copy_(source)), device, repeats))
 
 
 def condition(device: str) -> dict[str, str]:
@@ -433,42 +315,68 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(row[h]) for h in heads) + " |" for row in rows])
 
 
+def cell(row: dict[str, object]) -> str:
+    spread = "" if row["method"] == "summed loss" else f" ({row['low']:.2f} to {row['high']:.2f})"
+    return f"{row['ratio']:.{2 if spread else 0}f}{spread} / {row['resident_mib']:.0f}"
+
+
+def for_docs(rows: list[dict[str, object]], cases: list[str]) -> str:
+    """Methods down, cases across: time over the summed loss, quartiles, MiB."""
+    cells = {(row["case"], row["method"]): cell(row) for row in rows}
+    lines = [f"| time over the summed loss / MiB | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
+    for method in METHODS:
+        name = f"**{method}**" if method == OURS else method
+        lines.append(f"| {name} | {' | '.join(cells.get((case, method), '') for case in cases)} |")
+    return "\n".join(lines)
+
+
+def tables(file: Path) -> list[str]:
+    """Of a file of results: exits along the way, then heads at the end."""
+    rows = json.loads(file.read_text())["rows"]
+    return [for_docs(rows, [case for case in CASES if (case in TRUNKS) == trunk]) for trunk in (False, True)]
+
+
+def before(file: Path | None, heading: dict[str, str], names: list[str]) -> dict[str, Any]:
+    """What a file has beside the rows of these cases."""
+    if file is None or not file.exists():
+        return {"rows": []}
+    document: dict[str, Any] = json.loads(file.read_text())
+    document["rows"] = [row for row in document["rows"] if row["case"] not in names]
+    if document["rows"] and document["condition"] != heading:
+        sys.exit(
+            f"{file} was made under {document['condition']}, now is {heading}: run all cases, or name another file"
+        )
+    return document
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", choices=list(CASES), action="append")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--combine-only", action="store_true")
-    parser.add_argument("--tasks", type=int, default=4, help="for --combine-only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, beside those of other cases")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of such a file, run nothing")
     parser.add_argument("--memory-of", choices=list(METHODS), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trim", action="store_true", help="let the C library give freed memory back")
     options = parser.parse_args()
+    if options.table:
+        print(*tables(options.table), sep="\n\n")
+        return
     torch.set_num_threads(options.threads)
     if options.memory_of:
         print(json.dumps(memory_here(CASES[options.case[0]], options.memory_of)))
         return
-    if options.combine_only:
-        found = []
-        for asked in (True, False) if options.device == "cuda" else (False,):
-            try:
-                found += combine_only(options.device, options.tasks, options.rounds, asked)
-            except Exception as error:  # the other version is still worth measuring
-                print(f"{'kernels' if asked else 'plain'}: {error!r}", file=sys.stderr)
-        if not found:
-            sys.exit(1)
-        heading = condition(options.device)
-        print(json.dumps({"condition": heading, "rows": found}) if options.json else f"{heading}\n\n{table(found)}")
-        return
     if not options.trim and any(os.environ.get(name) != value for name, value in KEEP.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})  # read at start-up only
-    rows = measure(options.rounds, options.seed, options.case or list(CASES))
-    if options.json:
-        print(json.dumps({"condition": condition(options.device), "rows": rows}))
-    else:
-        print(condition(options.device), table(rows), sep="\n\n")
+    heading = condition("cpu")
+    document = before(options.json, heading, options.case or list(CASES))
+    document |= {"command": f"python benchmarks/gradients.py --rounds {options.rounds}", "condition": heading}
+    for name in options.case or CASES:
+        document["rows"] += measure(name, options.rounds, options.seed)
+        if options.json:  # after every case: a run that is stopped has not been for nothing
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(heading, table(document["rows"]), sep="\n\n")
 
 
 if __name__ == "__main__":

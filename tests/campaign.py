@@ -29,7 +29,7 @@ from nestling.gradients import SCOPES, Accumulator, owners_of
 from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.gradients.combiners.weighted import Weighted
 
-ALONE = ("rows", "layers", "auto", "compiled", "autocast", "checkpointed", "accumulated")
+ALONE = ("rows", "layers", "auto", "compiled", "compiled, found", "autocast", "checkpointed", "accumulated")
 TOGETHER = (
     "bare",
     "ddp",
@@ -190,9 +190,11 @@ class Case:
             net, self.x, tolerance = net.float(), self.x.float(), 1e-2 if one else 1e-4
         if self.mode == "compiled":
             options["owners"] = owners_of(losses_of(net(self.x), self.powers), self.named)
+        if self.mode.startswith("compiled"):
             net = torch.compile(net, backend="aot_eager")
         combine = combiner(self.method, self.scope, self.order)
-        rows = Accumulator(self.net, combine, diagnose=self.diagnose, **options)
+        given = net if self.mode == "compiled, found" else self.net
+        rows = Accumulator(given, combine, diagnose=self.diagnose, **options)
         for _ in range(2):  # the first step finds out what later ones know
             self.net.zero_grad()
             with context:
@@ -203,7 +205,9 @@ class Case:
                     rows.add([loss / 2 for loss in losses_of(net(half), self.powers)])
                 rows.fill()
             else:
-                wanted = self.wanted(losses_of(self.net(self.x), self.powers) if self.mode == "compiled" else losses)
+                wanted = self.wanted(
+                    losses_of(self.net(self.x), self.powers) if self.mode.startswith("compiled") else losses
+                )
                 rows.backward(losses)
         return {name: p.grad for name, p in self.named}, wanted, tolerance
 

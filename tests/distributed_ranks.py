@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -69,6 +70,9 @@ def train(case: str, rank: int, ranks: int) -> dict[str, Tensor]:
     option = next((option for option in options if option not in WRAPS), "")
     net = Nest()
     wrapped = net if wrap is None or ranks == 1 else nn.parallel.DistributedDataParallel(net, **wrap)
+    if option == "compiled" and ranks > 1:
+        torch._functorch.config.donated_buffer = False
+        wrapped = torch.compile(net, backend="aot_eager")  # type: ignore[assignment]
     combine = made(method)
     if option == "tensor":
         combine.scope = "tensor"

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(28))
+@pytest.mark.parametrize("number", range(32))
 def test_random_models_in_one_process(number: int) -> None:
     torch._dynamo.reset()
     case = campaign.Case(number, campaign.ALONE)
@@ -33,7 +33,7 @@ def test_random_models_on_two_ranks() -> None:
 def test_another_method_is_noticed() -> None:
     """Of cases that run one method and expect another, nearly all are called wrong."""
     noticed = 0
-    for number in range(0, 70, 7):  # with rows
+    for number in range(0, 80, 8):  # with rows
         case = campaign.Case(number, campaign.ALONE)
         wanted, method = case.wanted, case.method
 

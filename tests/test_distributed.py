@@ -20,6 +20,7 @@ CASES = [
     "sgd+uneven",
     "sgd-sum+rows",
     "normsgd",
+    "normsgd+compiled",
     "osgd",
     "osgd+tensor",
     "osgd+absent",

@@ -13,7 +13,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def run(name: str, *arguments: str, ranks: int = 1) -> str:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *several, str(EXAMPLES / f"{name}.py"), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    for _ in range(3):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        # a thread of gloo's that lets go of a tensor when the interpreter has gone (pytorch pull request 179291)
+        if ranks == 1 or "terminate called without an active exception" not in ran.stderr:
+            break
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -34,6 +38,16 @@ def test_migration_from_pcgrad_gives_the_same_training() -> None:
     pytest.importorskip("pytorch_optimizer")
     theirs, ours = ([float(n) for n in line.split()[1:]] for line in run("from_pcgrad", "60").splitlines())
     assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.slow
+def test_fsdp2_under_torchrun() -> None:
+    """It learns; at the first step cosine and share are those of one process with the whole batch."""
+    pytest.importorskip("sklearn")
+    shard, alone = (run(name, "101", ranks=ranks).splitlines() for name, ranks in (("fsdp2", 2), ("two_task", 1)))
+    assert shard[0].split("cosine")[1] == alone[0].split("cosine")[1]
+    digit = [float(re.findall(r"digit (\S+)", line)[0]) for line in shard]
+    assert digit[-1] < 0.4 * digit[0]
 
 
 NEEDED = "not installed: pip install -e '.[examples]'"

@@ -26,6 +26,7 @@ from nestling.gradients.checks import (
     refuse_hooks,
     with_graphs,
 )
+from nestling.gradients.compiled import EagerFirst, compiled_inside
 from nestling.gradients.contract import Combiner, R, Scaler
 from nestling.gradients.gathered import Gathered
 from nestling.gradients.owners import from_owners
@@ -56,6 +57,8 @@ class Accumulator(Generic[R]):
     mode: "rows": a gradient per task of every weight. "layers": of linear and convolution layers none, where a step has one
         micro-batch and owners come from the graph; Gram matrix and update follow from inputs and output gradients.
         "auto": on a CPU, per layer, whichever is cheaper; elsewhere rows.
+    mean: a step's rows are the mean over its micro-batches, of which all ranks add as many, rather than their sum. It is added
+        up in float64, so that it does not depend on which rank has which.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Accumulator(Generic[R]):
         scaler: Scaler | None = None,
         check: bool | None = None,
         mode: str = "auto",
+        mean: bool = False,
     ) -> None:
         check_refresh(refresh)
         check_mode(mode)
@@ -83,17 +87,21 @@ class Accumulator(Generic[R]):
         self.diagnose = diagnose
         self.scaler = scaler
         self.mode = mode
+        self.mean = mean
         self.names: Sequence[str] | None = None  # of the tasks, where losses come by name
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
         self.group = self._group(reduce)
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
+        whole = compiled_inside(params) if isinstance(params, nn.Module) else None
+        asked = whole is not None and owners is None and self.now.layout is None and combine.owners_matter
+        self.eager = EagerFirst(whole) if whole is not None and asked else None
         self.renew()
         self.clear()
 
     def clear(self) -> None:
         """Forget the rows of a step that has begun."""
-        self.step: Gathered[R] = Gathered(self.now, self.group, self.check)
+        self.step: Gathered[R] = Gathered(self.now, self.group, self.check, self.mean)
 
     def backward(self, losses: Losses, *, retain_graph: bool = False) -> R:
         """Add the losses' gradients and fill `.grad`: a whole step."""
@@ -141,6 +149,10 @@ class Accumulator(Generic[R]):
                 step.layers = find(losses, self.now.params, always=self.mode == "layers")
             step.add_rows(losses, Statistics(self.net), final, retain_graph)
             step.check_owners(there, self.combine.owners_matter, first=self.steps == 0)
+            if self.eager is not None and self.now.told:
+                self.eager.done()
+                self.eager = None
+        step.sum_up()
         step.broken = False
         step.micro += 1
         if not retain_graph:
@@ -164,6 +176,7 @@ class Accumulator(Generic[R]):
         step.refuse_broken()
         try:
             step.refuse_unreached()
+            step.stored = step.sums or step.stored
             layout = step.settle_layout()
             step.average()
             with self.now.sharded.lent() if self.now.sharded is not None else nullcontext():
@@ -200,6 +213,10 @@ class Accumulator(Generic[R]):
 
     def _group(self, reduce: "bool | dist.ProcessGroup") -> "dist.ProcessGroup | None":
         """The ranks to average over."""
+        if self.now.sharded is not None and self.mean:
+            raise NestlingError(
+                "mean= is given, but the model is sharded by FSDP, which sums in an order of its own: leave it out"
+            )
         if self.now.sharded is not None and reduce is not True:
             raise NestlingError(
                 "reduce= is given, but the model is sharded by FSDP, which averages itself: leave it out"
@@ -253,7 +270,7 @@ class Accumulator(Generic[R]):
 
     def _may_go_without_rows(self) -> bool:
         """Whether this is a whole step of one process, whose owners the graph tells."""
-        alone = self.group is None and self.now.route is None
+        alone = self.group is None and self.now.route is None and not self.mean
         whole = alone and self.step.micro == 0 and self.now.layout is None and self.step.tasks > 1
         told = self.steps > 0 or not self.combine.owners_matter  # rows are looked at once, for stacks of heads
         here = self.mode == "layers" or (self.mode == "auto" and self.now.device.type == "cpu")

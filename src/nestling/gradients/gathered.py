@@ -22,7 +22,7 @@ from nestling.gradients.checks import (
 from nestling.gradients.contract import R, TaskRows
 from nestling.gradients.layered import LayeredRows, taken
 from nestling.gradients.owners import Layout, tasks_of
-from nestling.gradients.passes import of_task, of_weighted, put_aside
+from nestling.gradients.passes import added, of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree
 from nestling.gradients.rowless import WeightUse
 from nestling.gradients.rows import Rows
@@ -34,10 +34,11 @@ from nestling.gradients.walks import mixed, refuse_reentrant
 class Gathered(Generic[R]):
     """The gradients of a step that has begun, of the parameters that are trained now."""
 
-    def __init__(self, now: Trained, group: dist.ProcessGroup | None, check: bool) -> None:
+    def __init__(self, now: Trained, group: dist.ProcessGroup | None, check: bool, mean: bool = False) -> None:
         self.now = now
         self.group = group
         self.check = check
+        self.sums: list[list[Tensor | None]] | None = [] if mean else None  # of the micro-batches so far, in float64
         self.tasks = 0
         self.micro = 0  # micro-batches added
         self.broken = False  # whether a later one failed and left its rows half added
@@ -67,8 +68,9 @@ class Gathered(Generic[R]):
         self, losses: Sequence[Tensor | None], statistics: Statistics, final: bool, retain_graph: bool
     ) -> None:
         """A backward per task. With `final` the ranks average a task's row while the next task's backward runs."""
+        final = final and self.sums is None
         early = self.group if final and self.now.layout is not None and self.now.sharded is None else None
-        if self.micro == 0:
+        if self.micro == 0 or self.sums is not None:
             self.stored = [[None] * len(self.now.params) for _ in losses]
         with put_aside(self.now.params):
             last = max(task for task, loss in enumerate(losses) if loss is not None)
@@ -91,9 +93,18 @@ class Gathered(Generic[R]):
         there, seeds = [loss for _, loss in pairs], [w.to(loss).view(loss.shape) for w, loss in pairs]
         if self.scale is not None:
             seeds = [seed * self.scale.to(seed) for seed in seeds]
-        self.stored = self.stored or [[None] * len(self.now.params)]
+        if not self.stored or self.sums is not None:
+            self.stored = [[None] * len(self.now.params)]
         of_weighted(there, seeds, retain_graph, self.now, self.stored[0])
         self.reached = any(grad is not None for grad in self.stored[0])
+
+    @torch.no_grad()
+    def sum_up(self) -> None:
+        """Add this micro-batch's rows to those before it: in float64, where the order of so few makes no difference."""
+        if self.sums is not None:
+            before = self.sums or [[None] * len(row) for row in self.stored]
+            pairs = [zip(kept, row, strict=True) for kept, row in zip(before, self.stored, strict=True)]
+            self.sums = [[added(kept, None if g is None else g.double()) for kept, g in row] for row in pairs]
 
     @torch.no_grad()
     def put_lone(self) -> R:
@@ -122,19 +133,41 @@ class Gathered(Generic[R]):
             refuse_reentrant(losses)
         if self.now.layout is not None and not self.now.found:
             return
-        masks = tuple(self.masks())
-        if masks not in self.now.known:
-            lost = mixed(losses) or (self.now.sharded is not None and self.now.sharded.fills_up)
-            if lost and matter:
-                raise NestlingError(
-                    "these losses come from a net that was compiled whole, whose graph no longer tells which task uses "
-                    "which parameter, and this method needs to know: pass owners=, such as nestling.gradients.owners_of("
-                    "losses, net.named_parameters()) of one forward pass before compiling; or compile per stage"
-                )
-            if matter and self.check:
-                refuse_stacked(self.now.named, self.stored, self.now.sharded)
-            self.now.known[masks] = not lost
-        self.certain = self.certain and self.now.known[masks]
+        masks, now = tuple(self.masks()), self.now
+        new = masks not in now.known
+        if new:
+            certain = not mixed(losses) and not (now.sharded is not None and now.sharded.fills_up)
+            if certain and matter and self.check:
+                refuse_stacked(now.named, self.stored, now.sharded)
+            now.known[masks] = certain
+        if now.known[masks]:
+            if len(losses) == self.tasks:
+                now.told[self.tasks] = masks
+        elif self.tasks in now.told:
+            self._keep_owned(now.told[self.tasks], look=new or self.check)
+        elif matter:
+            raise NestlingError(
+                "these losses come from a net that was compiled whole, whose graph no longer tells which task uses which "
+                "parameter, and this method needs to know: give the compiled module itself to an Accumulator made before the "
+                "first step, which then runs uncompiled; or pass owners=, such as nestling.gradients.owners_of(losses, "
+                "net.named_parameters()) of one forward pass before compiling; or compile per stage"
+            )
+        else:
+            self.certain = False
+
+    def _keep_owned(self, told: Sequence[int], look: bool) -> None:
+        """Let go of the zeros that a compiled graph made of what a task does not own, by what an eager one told."""
+        for task, row in enumerate(self.stored):
+            for i, grad in enumerate(row):
+                if grad is not None and not told[i] >> task & 1:
+                    if look and bool(grad.any()):
+                        raise NestlingError(
+                            f"{self.now.named[i][0]} got a gradient from task {task}, which did not use it in the step before "
+                            f"compiling: pass owners=, or make a new Accumulator when the net changes"
+                        )
+                    row[i] = None
+        for layer in self.layers:
+            layer.tasks = tuple(task for task in layer.tasks if told[layer.param] >> task & 1)
 
     def settle_layout(self) -> Layout | None:
         """Who owns what: known, or read off the rows; ranks agree on it once. None for a single row."""
@@ -170,15 +203,22 @@ class Gathered(Generic[R]):
         return LayeredRows(layout, self.layers, rows) if self.layers else rows
 
     def average(self) -> None:
-        """Over the ranks, unless that has begun; wait for it."""
-        if self.group is None:
-            return
-        if self.check and self.lone is not None:
-            self._refuse_wrong_losses()
-        if self.now.sharded is not None:  # FSDP has averaged them
-            return
-        for reduction in self.pending or [Reduction(row, self.group) for row in self.stored]:
-            reduction.wait()
+        """Over the ranks, unless that has begun; wait for it. Where it is asked for, over their micro-batches, too."""
+        wide, ranks = self.sums is not None, 1
+        if self.group is not None:
+            ranks = dist.get_world_size(self.group)
+            if self.check and self.lone is not None:
+                self._refuse_wrong_losses()
+            if self.now.sharded is not None:  # FSDP has averaged them
+                return
+            for reduction in self.pending or [Reduction(row, self.group, wide) for row in self.stored]:
+                reduction.wait()
+        if wide:
+            for row in self.stored:
+                row[:] = [
+                    None if g is None else g.div_(self.micro * ranks).to(p)
+                    for p, g in zip(self.now.params, row, strict=True)
+                ]
 
     def refuse_broken(self) -> None:
         if self.broken:

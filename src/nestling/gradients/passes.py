@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from nestling.gradients.checks import explained, refuse_sparse
 from nestling.gradients.trained import Trained
-from nestling.gradients.walks import refuse_reentrant
+from nestling.gradients.walks import holds_compiled, refuse_reentrant
 
 GradientRow = list[Tensor | None]
 
@@ -88,6 +88,11 @@ def of_task(
         grads = _passed(loss, seed, retain, now, row, wanted, apart, edges)
     except RuntimeError as error:
         raise explained(error, task) from error
+    if now.found and boxes is not None:
+        late = [i for i, grad in zip(wanted, grads, strict=True) if boxes[i] is None and grad is not None]
+        if late and holds_compiled(loss):  # which has zeros of what the task does not own
+            pairs = zip(wanted, grads, strict=True)
+            grads = [None if i in late and grad is not None and not grad.any() else grad for i, grad in pairs]
     for i, grad, alone in zip(wanted, grads, apart, strict=True):
         row[i] = _kept(i, task, grad, row[i] if alone else None, now)
     return any(grad is not None for grad in grads)

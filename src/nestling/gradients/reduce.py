@@ -23,19 +23,20 @@ def group_of(
 
 
 class Reduction:
-    """A row on its way: `wait` puts the averaged tensors back in their places."""
+    """A row on its way: `wait` puts the averaged tensors back in their places. `wide`: summed in float64, undivided."""
 
-    def __init__(self, row: list[Tensor | None], group: dist.ProcessGroup) -> None:
+    def __init__(self, row: list[Tensor | None], group: dist.ProcessGroup, wide: bool = False) -> None:
         self.row = row
         self.sent: list[tuple[list[int], list[torch.Size], Tensor, dist.Work]] = []
         kinds: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(row):
             if tensor is not None:
-                kinds.setdefault(tensor.dtype, []).append(index)
-        for places in kinds.values():
+                kinds.setdefault(torch.float64 if wide else tensor.dtype, []).append(index)
+        for kind, places in kinds.items():
             tensors = [tensor for tensor in (row[i] for i in places) if tensor is not None]
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            flat.div_(dist.get_world_size(group))  # before the sum, as DistributedDataParallel does: no overflow
+            flat = torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors])
+            if not wide:
+                flat.div_(dist.get_world_size(group))  # before the sum, as DistributedDataParallel does: no overflow
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
             self.sent.append((places, [tensor.shape for tensor in tensors], flat, work))

@@ -43,6 +43,7 @@ class Trained:
         self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.met = False  # whether a loss reached a parameter on any rank
         self.known: dict[tuple[int, ...], bool] = {}  # owner masks read off a graph: whether it could tell them
+        self.told: dict[int, tuple[int, ...]] = {}  # per number of tasks, the last owner masks of a graph that could
 
     def share_of(self, whole: Layout) -> Layout:
         """What this rank holds of a layout of whole parameters: all of it, unless they are sharded."""

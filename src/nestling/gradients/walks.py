@@ -68,6 +68,11 @@ def mixed(losses: Sequence[Tensor]) -> bool:
     return False
 
 
+def holds_compiled(loss: Tensor) -> bool:
+    """Whether a part of what the loss depends on was compiled."""
+    return any(node.name() == COMPILED for node in reached([loss]))
+
+
 def refuse_reentrant(losses: Sequence[Tensor]) -> None:
     """Raise if the graph holds reentrant checkpoints: they hide their parameters from per-task gradients."""
     if any(node.name() == REENTRANT for node in reached(losses)):

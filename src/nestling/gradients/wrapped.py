@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nestling.errors import NestlingError
+from nestling.gradients.compiled import is_compiled
 from nestling.gradients.sharded import FSDP, Sharded, alive, managers
 from nestling.gradients.walks import SINK, reached
 
@@ -91,6 +92,8 @@ def route_of(named: Sequence[tuple[str, Tensor]], net: nn.Module | None) -> Rout
 
 def unwrapped(net: nn.Module) -> nn.Module:
     """The module inside, which knows its owners and its parameters' names."""
+    if is_compiled(net):
+        return unwrapped(net.get_submodule("_orig_mod"))
     if not isinstance(net, DistributedDataParallel):
         return net
     _check(net)

@@ -35,8 +35,9 @@ def stage_of(epoch: int, epochs: int, stages: int) -> tuple[int, int]:
 class Greedy:
     """`epochs` for each stage; call `set_epoch` before each epoch and `backward(losses)` in each step.
 
-    `owners` as for nestling.backward; by default the net's own. `stage` and `epoch` (within the stage, for the
-    learning rate) say where it stands. The optimizer's state starts anew with every stage. Stages all frozen have no turn.
+    `owners` as for nestling.backward; by default the net's own. `mean` as for an Accumulator. `stage` and `epoch` (within the
+    stage, for the learning rate) say where it stands. The optimizer's state starts anew with every stage. Stages all frozen
+    have no turn.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Greedy:
         optimizer: torch.optim.Optimizer,
         epochs: int = 1,
         owners: Mapping[str, Tensor] | None = None,
+        mean: bool = False,
     ) -> None:
         ask = getattr(net, "owners", None)
         if owners is None and not callable(ask):
@@ -52,7 +54,7 @@ class Greedy:
                 f"{type(net).__name__} does not say which stage owns what: expected a net with an owners() method, "
                 f"or owners=, a mapping from parameter names to int64 bit masks"
             )
-        self.net, self.optimizer, self.epochs = net, optimizer, epochs
+        self.net, self.optimizer, self.epochs, self.mean = net, optimizer, epochs, mean
         given: Mapping[str, Tensor] = owners if owners is not None else ask()  # type: ignore[misc]
         self.owners = {name: given[name].expand_as(p).to(p.device) for name, p in net.named_parameters()}
         masks = [int(mask.max()) for mask in self.owners.values() if mask.numel()]
@@ -95,18 +97,29 @@ class Greedy:
             p.grad = None  # an optimizer leaves what has no gradient alone
         self.kept = [(p, trains[n], p.detach().clone()) for n, p in named if not bool(trains[n].all())]
         masks = {name: trains[name].long() for name, _ in named}
-        self.rows = Accumulator(named, SumSGD(), owners=masks, diagnose=True)
+        self.rows = Accumulator(named, SumSGD(), owners=masks, diagnose=True, mean=self.mean)
         for name, module in self.net.named_modules():
             if isinstance(module, _BatchNorm) and f"{name}.weight" in trains:
                 self._freeze_statistics(module, trains[f"{name}.weight"])
 
     def backward(self, losses: Sequence[Tensor | None]) -> Report:
         """Fill `.grad` with the gradient of the stage's own loss where the stage trains; zero or None elsewhere."""
+        self.add(losses, final=True)
+        return self.fill()
+
+    def add(self, losses: Sequence[Tensor | None], *, final: bool = False) -> None:
+        """The gradients of one micro-batch."""
         if self.rows is None:
             raise NestlingError("no stage has begun: call set_epoch or start first")
         if len(losses) != self.stages:
             raise NestlingError(f"found {len(losses)} losses, expected {self.stages}, one per stage")
-        return self.rows.backward([losses[self.stage - 1]])
+        self.rows.add([losses[self.stage - 1]], final=final)
+
+    def fill(self) -> Report:
+        """Fill `.grad` from the micro-batches added."""
+        if self.rows is None:
+            raise NestlingError("no stage has begun: call set_epoch or start first")
+        return self.rows.fill()
 
     def close(self) -> None:
         """Leave the net and the optimizer as they were found."""
