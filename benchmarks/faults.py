@@ -142,6 +142,10 @@ def kills(
                     break
 
 
+def local_kills(out: Path, many: int, chance: random.Random, counted: Counter[str]) -> None:
+    kills(out, lambda: sweep(out, "--beside", "2"), local_workers, many, chance, counted)
+
+
 def ray_kills(out: Path, many: int, chance: random.Random, counted: Counter[str]) -> None:
     """The same on a Ray cluster of one node, whose raylet has the workers."""
     os.environ["RAY_TMPDIR"] = str(out.parent)  # the addresses of other clusters are not ours
@@ -301,7 +305,7 @@ def alone(folder: Path) -> list[tuple[Path, Path]]:
 def swept(folder: Path) -> list[tuple[Path, Path]]:
     for name, recipe in RUNS:
         train(recipe, str(folder / "undisturbed" / name), quiet=True)
-    return [(folder / "runs" / name, folder / "undisturbed" / name) for name, _ in RUNS]
+    return [(runs / name, folder / "undisturbed" / name) for runs in sorted(folder.glob("runs-*")) for name, _ in RUNS]
 
 
 def by_ranks(folder: Path) -> list[tuple[Path, Path]]:
@@ -311,17 +315,19 @@ def by_ranks(folder: Path) -> list[tuple[Path, Path]]:
 
 def suffer(kind: str, folder: Path, many: int, chance: random.Random, counted: Counter[str]) -> list[tuple[Path, Path]]:
     """One kind of faults; the runs that suffered them, each with the undisturbed one that it should equal."""
-    run, runs = folder / "run", folder / "runs"
+    run = folder / "run"
     if kind in ALONE:
         ALONE[kind](run, counted)
         return alone(folder)
     if kind == "ranks":
         ranks(run, many, chance, counted)
         return by_ranks(folder)
-    if kind == "ray":
-        ray_kills(runs, many, chance, counted)
-    else:
-        kills(runs, lambda: sweep(runs, "--beside", "2"), local_workers, many, chance, counted)
+    while left := many - sum(counted.values()):  # a sweep may end before so many were killed; then another one suffers
+        runs = folder / f"runs-{left}"
+        if kind == "ray":
+            ray_kills(runs, left, chance, counted)
+        else:
+            local_kills(runs, left, chance, counted)
     return swept(folder)
 
 

@@ -1,6 +1,7 @@
 """One training on 1, 2 and 4 ranks of this machine: whether they end equal, and what a step sends and takes; for docs/scale.md.
 
     python benchmarks/ranks.py equal --json results/ranks-cpu.json    # 21 steps, every method, float32 and float64
+    python benchmarks/ranks.py equal --micro 4 --types float32 --json results/ranks-cpu.json    # our strategies, micro-batches
     python benchmarks/ranks.py speed --json results/ranks-cpu.json    # bytes and milliseconds of a step
 
 One process per rank, one thread each, gloo. Bytes are those a rank hands to all_reduce in a step; a ring sends 2 (N - 1) / N of
@@ -49,7 +50,7 @@ from nestling.train.step import Step
 from nestling.train.stepping import set_rate, share
 
 NETWORKS, TYPES, RANKS = ("digits-width", "digits-depth"), ("float32", "float64"), (1, 2, 4)
-SMALL = ("train.batch=32", "data.limit=224", "train.sync_norms=true", "train.device=cpu", "train.diagnostics=false")
+SMALL = ("train.batch=32", "data.limit=224", "train.device=cpu", "train.diagnostics=false")
 MEASURED = ("train.batch=128", "train.epochs=3", "data.limit=1408", "train.device=cpu", "train.diagnostics=false")
 SPEEDS = [  # strategy, synchronised norms, parameters sharded
     ("sgd", False, False), ("sgd", True, False), ("osgd", False, False), ("osgd", True, False), ("normsgd", False, False),
@@ -82,9 +83,9 @@ def give(training: Training, method: str) -> None:
         training.optimizer.add_param_group({"params": learnt, "weight_decay": 0.0})
 
 
-def trained(network: str, method: str, dtype: str, reverse: bool = False) -> dict[str, Tensor]:
+def trained(network: str, method: str, dtype: str, micro: str = "0", reverse: bool = False) -> dict[str, Tensor]:
     """Weights and statistics after 21 steps: three epochs, of greedy training one for each of three stages. `network` may end in
-    +smooth: without kinks, where rounding can grow."""
+    +smooth: without kinks, where rounding can grow. `micro`: so many micro-batches; 0: none, but synchronised norms."""
     settings = [
         f"strategy.name={method if method in STRATEGIES else 'sgd'}",
         f"train.epochs={3 - 2 * (method == 'greedy')}",
@@ -92,7 +93,9 @@ def trained(network: str, method: str, dtype: str, reverse: bool = False) -> dic
     name, _, smooth = network.partition("+")
     if smooth:  # softplus for ReLU, in this process from here on
         F.relu = F.softplus  # type: ignore[assignment]
-    recipe = override(named(name), [*SMALL, *settings])
+    recipe = override(
+        named(name), [*SMALL, *settings, f"train.micro_batches={micro}", f"train.sync_norms={micro == '0'}"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         training = (InFloat64 if dtype == "float64" else Training)(recipe, RunDir(folder))
     step, train = training.step, recipe.train
@@ -122,9 +125,10 @@ def same_on_all_ranks(tensors: dict[str, Tensor]) -> bool:
 def equal_rank(folder: str, cases: list[str]) -> None:
     """What one rank does: trains every case; the first writes what all end with."""
     for case in cases:
-        network, method, dtype = case.split(":")
-        for reverse in (False, True) if dist.get_world_size() == 1 and dtype == "float32" else (False,):
-            ended = trained(network, method, dtype, reverse)
+        network, method, dtype, micro = case.split(":")
+        control = dist.get_world_size() == 1 and dtype == "float32" and micro == "0"
+        for reverse in (False, True) if control else (False,):
+            ended = trained(network, method, dtype, micro, reverse)
             alike = same_on_all_ranks(ended)
             if dist.get_rank() == 0:
                 save_file(ended, f"{folder}/{case}{':reverse' * reverse}", {"ranks bitwise equal": str(alike)})
@@ -136,19 +140,22 @@ def difference(one: Path, other: Path, statistic: bool) -> float:
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in found)
 
 
-def equal(networks: list[str], methods: list[str], types: list[str], ranks: list[int]) -> list[dict[str, Any]]:
+def equal(
+    networks: list[str], methods: list[str], types: list[str], ranks: list[int], micro: int
+) -> list[dict[str, Any]]:
     """The largest difference to one process, of weights and of norms' statistics, in every case."""
-    cases, rows = [":".join(case) for case in product(networks, methods, types)], []
+    cases, rows = [":".join(case) for case in product(networks, methods, types, [str(micro)])], []
     with tempfile.TemporaryDirectory() as folder:
         for many in (1, *ranks):
             Path(folder, str(many)).mkdir()
             launch(many, "equal-rank", f"{folder}/{many}", *cases)
         for case, many in product(cases, (1, *ranks)):
             alone, other = Path(folder, "1", case), Path(folder, str(many), case if many > 1 else f"{case}:reverse")
-            network, method, dtype = case.split(":")
-            if many == 1 and dtype != "float32":
+            network, method, dtype, _ = case.split(":")
+            if many == 1 and (dtype != "float32" or micro):
                 continue
             row: dict[str, Any] = {"network": network, "method": method, "dtype": dtype, "ranks": many}
+            row |= {"micro_batches": micro} if micro else {}
             row |= {name: difference(alone, other, name == "statistics") for name in ("weights", "statistics")}
             row["ranks bitwise equal"] = "True" in told(other)
             rows.append(row | ({"control": "images in reverse"} if many == 1 else {}))
@@ -259,7 +266,7 @@ def keep(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     """Write rows into a file; those of other cases that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
-    case = ("network", "method", "dtype", "ranks", "strategy", "sync_norms", "sharded")
+    case = ("network", "method", "dtype", "ranks", "micro_batches", "strategy", "sync_norms", "sharded")
     found = {tuple(row.get(key) for key in case): row for row in kept.get(what, [])}
     found |= {tuple(row.get(key) for key in case): row | told for row in rows}
     path.write_text(json.dumps({**kept, what: list(found.values())}, indent=1) + "\n")
@@ -269,13 +276,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["equal", "speed"])
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
-    parser.add_argument("--methods", nargs="+", default=[*STRATEGIES, *RIVALS])
+    parser.add_argument("--methods", nargs="+", help="by default all, with --micro ours")
     parser.add_argument("--types", nargs="+", default=list(TYPES))
     parser.add_argument("--ranks", nargs="*", type=int, default=list(RANKS[1:]))
+    parser.add_argument("--micro", type=int, default=0, help="equal: with so many micro-batches, which ranks share")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, beside those of the other question")
     given = parser.parse_args()
+    given.methods = given.methods or [*STRATEGIES, *(() if given.micro else RIVALS)]
     rows = (
-        equal(given.networks, given.methods, given.types, given.ranks)
+        equal(given.networks, given.methods, given.types, given.ranks, given.micro)
         if given.what == "equal"
         else list(speed(given.ranks))
     )

@@ -115,7 +115,7 @@ def refused(rank: int) -> None:
 
 def begun(path: Path, until: float = math.inf) -> InFloat64:
     """A training of two epochs, on however many ranks this is one of."""
-    recipe = override(named("digits-width"), [*SMALL, "train.epochs=2"])
+    recipe = override(named("digits-width"), [*SMALL, "train.sync_norms=true", "train.epochs=2"])
     training = InFloat64(recipe, RunDir(path), until=until)
     if training.main and not path.exists():
         RunDir.create(path).write_recipe(recipe)

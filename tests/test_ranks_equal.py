@@ -74,6 +74,21 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_as_if_it_had_always_be
 
 
 @pytest.mark.slow
+def test_micro_batches_end_with_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """In float32, statistics included: ReLUs have no rounding to turn into other gradients. Every strategy where NESTLING_RANKS
+    is set."""
+    methods = list(STRATEGIES) if os.environ.get("NESTLING_RANKS") else ["sgd", "osgd", "greedy"]
+    options = ["--networks", "digits-width", "--types", "float32", "--micro", "4", "--methods", *methods]
+    launched([str(BENCHMARK), "equal", *options, "--json", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["equal"]
+    assert [(row["method"], row["ranks"]) for row in rows] == [
+        (method, ranks) for method in methods for ranks in (2, 4)
+    ]
+    for row in rows:
+        assert row["weights"] == row["statistics"] == 0 and row["ranks bitwise equal"], row
+
+
+@pytest.mark.slow
 def test_strategies_end_as_in_one_process_and_ranks_end_bitwise_equal(tmp_path: Path) -> None:
     """In float64, where rounding does not hide a defect; every strategy where NESTLING_RANKS says how many ranks.
     benchmarks/ranks.py has float32, other networks and methods too."""

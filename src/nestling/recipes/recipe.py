@@ -7,7 +7,7 @@ same checks. Knows no network, data set or file by itself.
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -57,6 +57,9 @@ class NetworkRecipe(RecipeSection):
     early_from: str = (
         ""  # folder of a nest whose first stages they start as; empty = copies of the kept network's channels
     )
+    early_widths: tuple[
+        Positive, ...
+    ] = ()  # how wide they are together, group by group; empty = their shares of its width
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,10 +72,19 @@ class NetworkRecipe(RecipeSection):
             raise NestlingError(
                 "network.early_from says what stages before a kept network start as; set network.keep and network.early, too"
             )
+        if self.early_widths and not self.early_from:
+            raise NestlingError(
+                "network.early_widths is for stages that begin as those of another nest, and says how wide they are together; "
+                "set network.early_from, too, or leave it out: copies of a network's channels have shares of its width"
+            )
         if self.early and (self.alone or self.ensemble):
             raise NestlingError(
                 "network.early stands before the whole network: leave network.alone and network.ensemble out"
             )
+
+    def without_early(self) -> "NetworkRecipe":
+        """The network by itself, without stages before it."""
+        return replace(self, early=(), keep="", early_from="", early_widths=())
 
     @property
     def own(self) -> bool:
@@ -116,6 +128,9 @@ class TrainRecipe(RecipeSection):
     weight_decay: Amount = 5e-4
     decay_norms: bool = True  # false: weight decay spares the scales and shifts of norms, and biases
     sync_norms: bool = False  # several ranks: batch norms see the whole batch, not only their rank's share
+    micro_batches: Count = (
+        0  # equal parts of a batch, each with norms of its own, shared by any number of ranks; 0 = one each
+    )
     schedule: Literal["step", "cosine"] = "step"
     milestones: tuple[Positive, ...] = (60, 120, 160)  # step only: epochs at which lr is multiplied by gamma
     gamma: AboveZero = 0.2
@@ -146,6 +161,12 @@ class TrainRecipe(RecipeSection):
         super().__post_init__()
         if list(self.milestones) != sorted(set(self.milestones)):
             raise NestlingError(f"train.milestones must rise, found {show(self.milestones)}; sort them")
+        if self.micro_batches and (self.sync_norms or self.batch % self.micro_batches):
+            found = "train.sync_norms=true" if self.sync_norms else f"train.batch={self.batch}"
+            raise NestlingError(
+                f"found train.micro_batches={self.micro_batches} with {found}; expected equal parts of a batch, each with "
+                "statistics of its own: leave train.sync_norms out, and let the batch be a multiple"
+            )
         if self.teacher and not self.distill:
             raise NestlingError(
                 f"train.teacher is {self.teacher} but train.distill is 0, so that nothing would be learnt from it; "
@@ -233,7 +254,7 @@ def from_dict(found: Any) -> Recipe:
 # Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
     "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "error", "early", "keep", "cutmix",
-    "sync_norms", "early_from",
+    "sync_norms", "early_from", "early_widths", "micro_batches",
 }  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

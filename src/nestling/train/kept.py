@@ -27,7 +27,7 @@ def adopt(net: NestedNet, recipe: Recipe) -> None:
     """Put the weights of the kept run into the network."""
     path, network = recipe.network.keep, recipe.network
     run = resolve(path)
-    found, expected = run.recipe.network, replace(network, early=(), keep="", early_from="")
+    found, expected = run.recipe.network, network.without_early()
     if replace(found, alone=0) != expected or not found.alone or run.recipe.data.name != recipe.data.name:
         raise NestlingError(
             f"network.keep={path} is a run of {found.name} (network.alone={found.alone}) on {run.recipe.data.name}; expected one "

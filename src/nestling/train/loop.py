@@ -270,6 +270,8 @@ class Training:
 
     def share_statistics(self) -> None:
         """Ranks see different images: average the running statistics, so that all ranks end equal."""
+        if self.recipe.train.micro_batches:  # after every step already
+            return
         for buffer in self.net.buffers():
             if buffer.is_floating_point() and group_of(True) is not None:
                 buffer.copy_(averaged(buffer))

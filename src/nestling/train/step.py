@@ -21,6 +21,7 @@ from nestling.nets.modes import all_trains
 from nestling.recipes.recipe import Recipe
 from nestling.train.kept import Keeping
 from nestling.train.losses import stage_loss, stage_losses
+from nestling.train.micro import MicroBatches
 from nestling.train.tasks import Tasks, faster, worth_own_subnets
 from nestling.train.teacher import Teacher
 
@@ -47,7 +48,11 @@ class Step:
         self.teacher: Teacher | None = None
         if recipe.train.teacher:
             self.teacher = Teacher(recipe.train, net, faster if compiled else None)
-        self.greedy = Greedy(net, optimizer, recipe.train.epochs) if recipe.strategy.name == "greedy" else None
+        micro = recipe.train.micro_batches
+        self.micro = MicroBatches(self.net, micro, recipe.train.seed) if micro else None
+        self.greedy: Greedy | None = None
+        if recipe.strategy.name == "greedy":
+            self.greedy = Greedy(net, optimizer, recipe.train.epochs, mean=micro > 0)
         # What is frozen, by greedy training or by the network's owner, our kernels and torch.compile do not see.
         fast = compiled and self.greedy is None and all_trains(net)
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if fast else net
@@ -59,16 +64,18 @@ class Step:
         stages, seed = len(net.plan.heads), recipe.train.seed
         self.combine = combine = make_combiner(recipe.strategy, stages, recipe.train.epochs, seed)
         needs_rows = combine.fixed(stages, self.device) is None or recipe.train.diagnostics
-        if needs_rows and recipe.strategy.refresh == 1 and group_of(True) is None and worth_own_subnets(net):
+        whole = group_of(True) is None and not micro
+        if needs_rows and recipe.strategy.refresh == 1 and whole and worth_own_subnets(net):
             self.tasks = Tasks(net, combine, recipe.train, compiled, self.shares)
         else:
             # No check for NaN here: it would wait for the device. The losses are looked at once per epoch.
-            self.rows = Accumulator(
-                net, combine, refresh=recipe.strategy.refresh, diagnose=recipe.train.diagnostics, check=False
-            )
+            refresh, diagnose = recipe.strategy.refresh, recipe.train.diagnostics
+            self.rows = Accumulator(net, combine, refresh=refresh, diagnose=diagnose, check=False, mean=micro > 0)
 
     def begin(self, epoch: int) -> None:
         """Call before every epoch (from 0): greedy training goes from stage to stage with it, priorities may change."""
+        if self.micro is not None:
+            self.micro.begin(epoch)
         if self.combine is not None:
             self.combine.set_epoch(epoch)
         if self.greedy is not None:
@@ -87,10 +94,8 @@ class Step:
             self.greedy.close()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.train.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
         self.optimizer.zero_grad(set_to_none=True)
-        losses = self.gradients(x, y)
+        losses = self.gradients(x, y) if self.micro is None else self.in_parts(x, y, self.micro)
         if self.train.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.train.clip)
         self.optimizer.step()
@@ -98,9 +103,24 @@ class Step:
             self.average.update()
         return losses
 
-    def gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Fill `.grad`; the stages' losses come back detached, (stages,)."""
+    def in_parts(self, x: Tensor, y: Tensor, micro: MicroBatches) -> Tensor:
+        """Fill `.grad` with what micro-batches give; their mean losses come back, (stages,)."""
+        kept = [self.gradients(*part, fill=False) for part in micro.parts(x, y)]
+        self.report = self.source.fill()
+        (mean,) = micro.mean([torch.stack(kept).double().sum(0)])
+        return mean.to(kept[0])
+
+    @property
+    def source(self) -> "Greedy | Accumulator[Report]":
+        found = self.greedy or self.rows
+        assert found is not None
+        return found
+
+    def gradients(self, x: Tensor, y: Tensor, fill: bool = True) -> Tensor:
+        """Fill `.grad`, unless more is to be added before; the stages' losses come back detached, (stages,)."""
         own: Tensor | None = None
+        if self.train.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bfloat16"):
             teacher = self.teacher(x) if self.teacher is not None else None
             if self.keeping is not None:
@@ -112,10 +132,10 @@ class Step:
                 logits = self.forward(x)
         if self.tasks is None:
             losses_now = stage_losses(logits, y, self.train, teacher, self.shares)
-            source = self.greedy or self.rows
-            assert source is not None
             # A stage of which nothing trains has a loss but no gradient.
-            self.report = source.backward([loss if loss.requires_grad else None for loss in losses_now])
+            self.source.add([loss if loss.requires_grad else None for loss in losses_now], final=fill)
+            if fill:
+                self.report = self.source.fill()
             losses = torch.stack([loss.detach() for loss in losses_now])
         return losses if own is None else torch.cat([losses, stage_loss(own, y, self.train, shares=self.shares)[None]])
 

@@ -194,6 +194,7 @@ def kind(recipe: Recipe, device: torch.device, split: Split) -> str:
         "this run is on the CPU": device.type != "cuda",
         "images are streamed, not in memory": not isinstance(split, MemorySplit),
         "several processes train together": group_of(True) is not None,
+        "train.micro_batches are computed one after another": recipe.train.micro_batches > 0,
         "strategy.refresh makes steps differ": recipe.strategy.refresh > 1,
     }
     against = [reason for reason, holds in reasons.items() if holds]

@@ -153,7 +153,7 @@ def recipe_of(row: Row) -> Recipe:
     name = {ALONE: "sgd", ALONE_NORM: "normsgd"}.get(row["strategy"], row["strategy"])
     recipes = {network: recipe for table in TABLES.values() for network, recipe in table.items()}
     if row.get("data") == TINY:
-        recipes = TABLES["tiny"]
+        recipes = {**TABLES["tiny"], "width-resnet18": "tiny-small"}  # which is ours, not the paper's
     settings = [f"network.alone={row['stage'] if alone else 0}", f"strategy.name={name}", *row["changes"].split()]
     return override(named(recipes[row["network"]]), [*settings, f"train.seed={row['seed']}"])
 
