@@ -1,18 +1,17 @@
-"""Are answers on time, as good as predicted, better than waiting, and does it last?
+"""Are answers on time, as good as predicted, and better than waiting?
 
     python benchmarks/deadlines.py ontime runs/NAME --json results/ontime.json    # 10,000 answers while both cores are busy
     python benchmarks/deadlines.py curve runs/NEST --alone runs/W1 runs/W2 runs/W4 --json results/curve.json
     python benchmarks/deadlines.py pictures runs/NAME --pictures test.npz         # then, with torch not importable:
     python benchmarks/deadlines.py ontime runs/NAME/export-onnx --portable --pictures test.npz
-    python benchmarks/deadlines.py stress --json results/stress.json              # 100,000 answers, 8 threads
 
-`ontime` and `stress` take a run's folder or a network's name, and with --portable a folder that `nestling export` wrote.
-ontime: images in random order, each with a random deadline of 0.2 to 1.5 times the full latency; short ones come more often
-(half of them below 0.36), because chance is largest where the prior answers some of them. What the runtime foretells
-before each question learns from questions with a deadline alone. Among the questions are bare timers of the same lengths,
-and questions without a deadline, whose stage times are a profile under load, for comparison. Errors are compared twice: as
-they were, and as the stages that answered make them on average over the same images, which leaves out how lucky each was
-with its image. curve: the latencies of all networks are measured in turns while 0, 1 and 2 cores are busy.
+`ontime` takes a run's folder or a network's name, and with --portable a folder that `nestling export` wrote: images in random
+order, each with a random deadline of 0.2 to 1.5 times the full latency; short ones come more often (half of them below 0.36),
+because chance is largest where the prior answers some of them. What the runtime foretells before each question learns from
+questions with a deadline alone. Among the questions are bare timers of the same lengths, and questions without a deadline,
+whose stage times are a profile under load, for comparison. Errors are compared twice: as they were, and as the stages that
+answered make them on average over the same images, which leaves out how lucky each was with its image. curve: the latencies of
+all networks are measured in turns while 0, 1 and 2 cores are busy.
 """
 
 import argparse
@@ -22,10 +21,8 @@ import json
 import os
 import platform
 import random
-import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -333,99 +330,8 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# --- does it last ------------------------------------------------------------------------------------------------
-
-
-def stress(options: argparse.Namespace) -> dict[str, Any]:
-    Subject(
-        options.source, options.portable, options.threads
-    ).runtime.close()  # libraries open things of their own, once
-    time.sleep(0.5)
-    threads_before, files_before = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    subject = Subject(options.source, options.portable, options.threads)
-    runtime, images = subject.runtime, subject.images
-    full = float(np.median([runtime.timeline(images[0])[-1] for _ in range(50)]))
-    counts, done, lock = dict.fromkeys(KINDS, 0), [0], threading.Lock()
-    problems: list[str] = []
-    memory: list[float] = []
-    began = time.monotonic()
-
-    def caller(seed: int) -> None:
-        chance = random.Random(seed)
-        kept: list[Any] = []
-        while True:
-            with lock:
-                if done[0] >= options.answers:
-                    return
-                done[0] += 1
-                if done[0] % max(1, options.answers // 20) == 0:
-                    memory.append(resident())
-            kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
-            try:
-                KIND_OF_QUESTION[kind](runtime, images, chance, full, kept)
-            except Exception as error:
-                problems.append(f"{kind}: {type(error).__name__}: {error}")
-            counts[kind] += 1
-
-    callers = [threading.Thread(target=caller, args=(seed,)) for seed in range(options.callers)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    seconds = time.monotonic() - began
-    runtime.close()
-    time.sleep(0.5)
-    return {
-        "what": "stress", "network": runtime.spec.name, "engine": runtime.engine.name, "answers": done[0],
-        "callers": options.callers, "seconds": seconds, "kinds": counts, "problems": problems[:10],
-        "memory_mb": memory, "growth_mb": memory[-1] - memory[len(memory) // 4],
-        "threads_left": len(os.listdir("/proc/self/task")) - threads_before,
-        "files_left": len(os.listdir("/proc/self/fd")) - files_before,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }  # fmt: skip
-
-
 def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def plain_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    answer = runtime.answer(images[chance.randrange(len(images))], deadline=full * chance.uniform(-0.1, 4))
-    kept.append(answer)
-    del kept[:-5]
-
-
-def refined_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    if kept:
-        kept[-1] = chance.choice(kept).refine(deadline=full * chance.uniform(0, 4))
-    else:
-        plain_question(runtime, images, chance, full, kept)
-
-
-def cancelled_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    pending = runtime.ask(images[0])
-    timer = threading.Timer(full * chance.uniform(0, 2), pending.stop)
-    timer.start()
-    pending.result()
-    timer.join()
-
-
-def batch_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    n = chance.randrange(1, 9)
-    runtime.answer_batch(images[:n], deadline=[full * chance.uniform(0, 8) for _ in range(n)])
-
-
-def loop_question(runtime: Any, images: NDArray[Any], chance: random.Random, full: float, kept: list[Any]) -> None:
-    for _ in runtime.answers(images[0]):
-        if chance.random() < 0.5:
-            break
-
-
-KINDS = {"plain": 70, "refined": 12, "cancelled": 6, "batch": 6, "loop": 6}  # of a hundred questions
-KIND_OF_QUESTION = {
-    "plain": plain_question, "refined": refined_question, "cancelled": cancelled_question, "batch": batch_question,
-    "loop": loop_question,
-}  # fmt: skip
 
 
 # --- the command line --------------------------------------------------------------------------------------------
@@ -448,14 +354,13 @@ def main() -> None:
     parser.add_argument(
         "--short", type=float, default=SHORT, help="ontime: 1 = deadlines spread evenly; more = shorter ones"
     )
-    parser.add_argument("--callers", type=int, default=8, help="stress: threads that ask")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--json", nargs="?", const="-", help="a file, or stdout")
     options = parser.parse_args()
     if options.portable:
         sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails from here on
-    options.answers = options.answers or {"ontime": 10_000, "stress": 100_000}.get(options.what, 0)
-    options.source = options.source or {"ontime": "width-resnet42", "stress": "width-digits"}.get(options.what, "")
+    if options.what == "ontime":
+        options.answers, options.source = options.answers or 10_000, options.source or "width-resnet42"
     result = PARTS[options.what](options)
     result |= {"provenance": where(options.portable)}
     if options.json and options.json != "-":
@@ -481,7 +386,7 @@ def where(portable: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"ontime": ontime, "curve": curve, "stress": stress, "pictures": pictures}
+PARTS = {"ontime": ontime, "curve": curve, "pictures": pictures}
 
 
 def report(result: dict[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
     python benchmarks/stages.py                                  # width-resnet42, CPU, one thread, ONNX Runtime
     python benchmarks/stages.py runs/NAME --threads 2 --json results/stages.json
+    python benchmarks/stages.py width-resnet50 --side 112        # images of 112x112, random weights
     python benchmarks/stages.py --device cuda --json             # CUDA graphs, checked against eager torch first
 
 Takes the name of a network or a run's folder. All figures of one run come from one process, in turns of ten, so that ratios
 can be compared; medians count. "un-nested" is the fully connected net whose MACs come nearest to the nest's, its widths
 multiples of 4. "independent" nets are of each stage's size, run one after another. "at once" is each D_s straight
 from the image, with the state that later stages go on from. Refining is asked of a Runtime: from the answer of stage s to the
-last one, against what the same stages take in one go; "asking" is a question to a runtime whose stage takes no time.
+last one, against what the same stages take in one go; "asking" is a question to a runtime whose stage takes no time, and "over
+the sessions" what a question takes longer than the same sessions run by hand, in turn, one after another and after a rest.
 """
 
 import argparse
@@ -38,19 +40,21 @@ from nestling.runtime.verified import run_all
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 REST = 0.002  # seconds before a question that is timed by itself
+Shape = tuple[int, ...]
 TURN = 10  # runs of one candidate before the next has its turn
 
 
-def network(source: str) -> tuple[NestedNet, NetworkRecipe]:
-    """A network by name (its batch norms warmed up by noise) or a run's."""
+def network(source: str, side: int) -> tuple[NestedNet, NetworkRecipe]:
+    """A network by name (its batch norms warmed up by noise) for images of this side, or a run's."""
     if source not in NETS:
         run = resolve(source)
         return run.net(), run.recipe.network
-    return warmed(NetworkRecipe(name=source)), NetworkRecipe(name=source)
+    shape = (NETS[source].shape[0], side, side) if side else NETS[source].shape
+    return warmed(NetworkRecipe(name=source), shape), NetworkRecipe(name=source)
 
 
-def warmed(recipe: NetworkRecipe) -> NestedNet:
-    net = build(recipe).train()
+def warmed(recipe: NetworkRecipe, shape: Shape) -> NestedNet:
+    net = build(recipe, shape=shape).train()
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _ in range(3):
@@ -58,31 +62,31 @@ def warmed(recipe: NetworkRecipe) -> NestedNet:
     return net.eval()
 
 
-def equal_macs(recipe: NetworkRecipe) -> tuple[int, ...]:
+def equal_macs(recipe: NetworkRecipe, shape: Shape) -> tuple[int, ...]:
     """Widths of the un-nested network whose MACs come nearest to the nest's: multiples of 4 around one scale."""
-    drawn = plan(recipe)
+    drawn = plan(recipe, shape=shape)
     target, widths = drawn.macs(drawn.stages), recipe.widths or NETS[recipe.name].widths
-    full = unnested(recipe, widths)
+    full = unnested(recipe, widths, shape)
     scale = (target / full.macs(full.stages)) ** 0.5
     around = [sorted({max(4, int(w * scale) // 4 * 4 + step) for step in (-4, 0, 4, 8)}) for w in widths]
 
     def distance(chosen: tuple[int, ...]) -> float:
         """Off in MACs, and a little for leaving the network's proportions."""
-        made = unnested(recipe, chosen)
+        made = unnested(recipe, chosen, shape)
         bent = max(abs(c / (w * scale) - 1) for c, w in zip(chosen, widths, strict=True))
         return abs(made.macs(made.stages) / target - 1) + bent / 4
 
     return min((c for c in itertools.product(*around) if list(c) == sorted(c)), key=distance)
 
 
-def unnested(recipe: NetworkRecipe, widths: tuple[int, ...]) -> Plan:
+def unnested(recipe: NetworkRecipe, widths: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a one-stage network of these widths: the plan of the registry, without growth."""
     arch = replace(NETS[recipe.name], growth="", stripes=(), widths=widths)
-    return arch.plan(f"{recipe.name}-unnested", grow(""), arch.shape, arch.classes)
+    return arch.plan(f"{recipe.name}-unnested", grow(""), shape, arch.classes)
 
 
-def plain_net(recipe: NetworkRecipe) -> NestedNet:
-    net = NestedNet(unnested(recipe, equal_macs(recipe))).reset(torch.Generator().manual_seed(0)).train()
+def plain_net(recipe: NetworkRecipe, widths: tuple[int, ...], shape: Shape) -> NestedNet:
+    net = NestedNet(unnested(recipe, widths, shape)).reset(torch.Generator().manual_seed(0)).train()
     with torch.no_grad():
         for _ in range(3):
             net(torch.randn(8, net.plan.input.channels, *net.plan.input.size))
@@ -167,6 +171,23 @@ def refining(runtime: Runtime, x: Floats, rounds: int) -> list[dict[str, float]]
     return rows
 
 
+def over_sessions(runtime: Runtime, x: Floats, rest: float, rounds: int) -> dict[str, float]:
+    """What asking takes over running the same sessions by hand, in microseconds: medians, in turn, each after a rest."""
+    ways: dict[str, Callable[[], object]] = {
+        "asked": partial(runtime.answer, x[0]),
+        "by hand": partial(at_once, runtime.engine, runtime.spec.stages, x, time.perf_counter),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds * TURN):
+        for name, way in ways.items():
+            time.sleep(rest)
+            began = time.perf_counter()
+            way()
+            found[name].append(1e6 * (time.perf_counter() - began))
+    asked, by_hand = (statistics.median(found[name]) for name in ways)
+    return {"asked_us": asked, "by_hand_us": by_hand, "over_us": asked - by_hand, "n": len(found["asked"])}
+
+
 def check(engine: Engine, net: NestedNet, device: str) -> dict[str, float]:
     """The largest difference from the network itself, run eagerly without TF32, at batch 1 and 32."""
     shape = (32, net.plan.input.channels, *net.plan.input.size)
@@ -186,13 +207,15 @@ def check(engine: Engine, net: NestedNet, device: str) -> dict[str, float]:
 
 
 def bench(
-    source: str, device: str, engine: str, threads: int, rounds: int, clock: Callable[[], float]
+    source: str, side: int, device: str, engine: str, threads: int, rounds: int, clock: Callable[[], float]
 ) -> dict[str, Any]:
-    net, recipe = network(source)
+    net, recipe = network(source, side)
+    shape = (net.plan.input.channels, *net.plan.input.size)
     x = np.random.default_rng(0).normal(size=(1, net.plan.input.channels, *net.plan.input.size)).astype(np.float32)
     recipe = replace(recipe, alone=0, ensemble=False)
-    plain = plain_net(recipe)
-    alone = [warmed(replace(recipe, alone=stage)) for stage in range(1, len(net.plan.heads) + 1)]
+    widths = equal_macs(recipe, shape)
+    plain = plain_net(recipe, widths, shape)
+    alone = [warmed(replace(recipe, alone=stage), shape) for stage in range(1, len(net.plan.heads) + 1)]
     nest_engine = build_engine(net, device, engine, threads)
     checked = check(nest_engine, net, device)
     engines = {"nest": nest_engine, "un-nested": build_engine(plain, device, engine, threads)}
@@ -211,11 +234,23 @@ def bench(
     with Runtime(net, device=device, engine=engine, threads=threads) as runtime:
         refined = refining(runtime, x[0], max(3, rounds // 2))
         asked = [runtime.answer(x[0]).elapsed for _ in range(100)]
+        over = {
+            name: over_sessions(runtime, x, rest, rounds)
+            for name, rest in (("one after another", 0.0), ("rested", REST))
+        }
+    dense = [times[f"independent {stage}"]["ms"][-1] for stage in range(1, len(alone) + 1)]
+    macs = [net.plan.macs(stage) for stage in range(1, net.plan.stages + 1)]
+    dense_macs = [each.plan.macs(each.plan.stages) for each in alone]
+    once = times["at once"]["ms"]
+    rate = zip(once, dense, macs, dense_macs, strict=False)
     return {
-        "network": net.plan.name, "engine": nest_engine.name, "threads": threads, "checked": checked,
+        "network": net.plan.name, "shape": list(shape), "stage_macs": macs, "independent_macs": dense_macs,
+        "at_once_over_independent": [a / b for a, b in zip(once, dense, strict=True)],
+        "at_once_over_macs_at_its_rate": [a / (b * own / theirs) for a, b, own, theirs in rate],
+        "over_sessions": over, "engine": nest_engine.name, "threads": threads, "checked": checked,
         "side_by_side": getattr(nest_engine, "side_by_side", None),
         "macs": net.plan.macs(net.plan.stages), "unnested_macs": plain.plan.macs(plain.plan.stages),
-        "unnested_widths": list(equal_macs(recipe)), "times": times, "refine": refined,
+        "unnested_widths": list(widths), "times": times, "refine": refined,
         "runtime_ms": statistics.median(asked) * 1e3,
         "nest_over_unnested": nest / unnested_ms,
         "independents_over_nest": times["independents"]["ms"][-1] / nest,
@@ -226,6 +261,7 @@ def bench(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", default="width-resnet42", help="a network's name or a run's folder")
+    parser.add_argument("--side", type=int, default=0, help="of images, for a network by name; 0 = its own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--threads", type=int, default=1)
@@ -237,7 +273,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     result = bench(
-        options.source, options.device, options.engine, options.threads, options.rounds, CLOCKS[options.clock]
+        options.source,
+        options.side,
+        options.device,
+        options.engine,
+        options.threads,
+        options.rounds,
+        CLOCKS[options.clock],
     )
     result |= {"clock": options.clock, "provenance": provenance(" ".join(sys.argv), options.device, time.time)}
     if options.json:
@@ -264,7 +306,11 @@ def report(result: dict[str, Any]) -> None:
             end="",
         )
         print(f"{one_go:.3f}: {row['ratio']:.3f} without asking, {plain:.3f} with (n={row['n']})")
+    for name in ("at_once_over_independent", "at_once_over_macs_at_its_rate"):
+        print(f"{name.replace('_', ' ')}: {' '.join(f'{value:.2f}' for value in result[name])}")
     print(f"asked through the runtime: {result['runtime_ms']:.3f} ms")
+    for name, each in result["over_sessions"].items():
+        print(f"asking over the sessions, {name}: {each['over_us']:.0f} us (n={each['n']})")
     if result["noisy"]:
         print("this machine was busy: the 90th percentile is more than 30 % above the 10th; run again when it is quiet")
 

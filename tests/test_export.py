@@ -26,7 +26,7 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
 from nestling.nets.ops import BatchNorm, Cat, Conv, GroupNorm, Module, PReLU, Zip
-from nestling.nets.ops.calls import DropPath
+from nestling.nets.ops.calls import Call, DropPath
 from nestling.nets.ops.forms import FORMS, as_onnx
 from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
@@ -190,6 +190,32 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
 
     model = write_stage(frozen, {"input": tuple(x.shape[1:]), "y": tuple(expected.shape[1:])})
     [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "opset", "ir"),
+    [
+        (nn.ReLU(), 13, 7), (nn.LeakyReLU(), 13, 7), (nn.AvgPool2d(2), 13, 7), (nn.Hardswish(), 14, 7), (nn.Mish(), 18, 8),
+        (nn.AvgPool2d(3, 2, ceil_mode=True), 19, 9), (nn.GELU(), 20, 9), (nn.ReflectionPad2d(1), 18, 8),
+        (nn.CircularPad2d(1), 19, 9), (nn.Upsample(None, 2), 13, 7),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_graphs_ask_for_no_newer_onnx_than_their_operators(module: nn.Module, opset: int, ir: int) -> None:
+    import onnx
+    import onnxruntime
+
+    made = module
+    if isinstance(module, nn.CircularPad2d):
+        made = Call(nn.functional.pad, 0, (None, module.padding, "circular"), {})
+    x = torch.randn(2, 4, 8, 8)
+    expected = module(x)
+    frozen = Frozen(1, (Op(Module(), "y", ("input",), tuple(expected.shape[1:]), module=made),), ("input",), (), "y")
+    data = write_stage(frozen, {"input": tuple(x.shape[1:]), "y": tuple(expected.shape[1:])})
+    model = onnx.load_from_string(data)
+    assert [(each.domain, each.version) for each in model.opset_import] == [("", opset)] and model.ir_version == ir
+    [found] = onnxruntime.InferenceSession(data).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 
@@ -424,4 +450,5 @@ def test_a_trained_network_is_exported_by_name(name: str, tmp_path: Path, monkey
     with Portable(result["folder"]) as runtime:
         answers = runtime.answer_batch(sample.pictures(torch.arange(100)).numpy())
     right = [answer.label == label for answer, label in zip(answers, sample.labels.tolist(), strict=False)]
-    assert sum(right) > 85 and result["network"]["errors"] == [row["error"] for row in results["stages"]]
+    expected = 100 * (1 - results["stages"][-1]["error"])
+    assert sum(right) > expected - 10 and result["network"]["errors"] == [row["error"] for row in results["stages"]]

@@ -24,6 +24,7 @@ from nestling.files import MANIFEST
 from nestling.nets import NestedNet, build
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Runtime
+from nestling.runtime.confidence import Outcomes
 from nestling.runtime.external import has_external_data
 from nestling.runtime.portable import Portable
 from nestling.runtime.runtime import bare_spec
@@ -313,6 +314,38 @@ def test_the_untouched_copy_is_accepted(folder: Path) -> None:
         assert runtime.answer(np.zeros(runtime.spec.shape, np.float32)).final
 
 
+def test_an_export_stops_when_it_is_sure_if_it_knows_how_sure_it_was(
+    exported: tuple[NestedNet, Path], tmp_path: Path
+) -> None:
+    net, folder = exported
+    with (
+        Portable(folder) as runtime,
+        pytest.raises(NestlingError, match="exported without outputs for held-out images"),
+    ):
+        runtime.stop_when_sure()
+    sure = np.linspace(0.2, 1, 400, dtype=np.float32)
+    seen = Outcomes(np.stack([sure] * 3), np.stack([sure > 0.4, sure > 0.3, sure > 0.25]))
+    export_net(net, bare_spec(net), tmp_path / "knows", torch.randn(4, 1, 8, 8), held_out=seen)
+    knows = tmp_path / "knows"
+    with Portable(knows) as runtime, Runtime(knows) as other:
+        assert runtime.stop_when_sure(0.0).images == 200 and other.stop_when_sure(0.0).thresholds == other.thresholds
+        assert runtime.thresholds and runtime.thresholds[0] >= 0.4
+    kept = (knows / "held-out.bin").read_bytes()
+    assert fits(json.loads((knows / MANIFEST).read_text()), schema_of_manifests())
+    for spoilt in (kept[:-1], kept[:-1] + b"\2", b"\xff" * len(kept)):
+        (knows / "held-out.bin").write_bytes(spoilt)
+        with Portable(knows) as runtime:
+            with pytest.raises(NestlingError, match="checksum differs"):
+                runtime.stop_when_sure()
+            edit(lambda m, data=spoilt: m["held_out"].update(sha256=checksum(data)))(knows)  # type: ignore[misc]
+            with pytest.raises(NestlingError, match="not how sure"):
+                runtime.stop_when_sure()
+        edit(lambda m: m["held_out"].update(sha256=checksum(kept)))(knows)
+    edit(lambda m: m["held_out"].update(file="../held-out.bin"))(knows)
+    with pytest.raises(NestlingError, match="not inside the folder"):
+        Portable(knows)
+
+
 @given(data=st.binary(max_size=200))
 def test_bytes_that_are_no_graph_are_read_or_refused(data: bytes) -> None:
     """Whatever is in them, looking for external data ends."""
@@ -360,13 +393,17 @@ def fits(found: Any, schema: dict[str, Any]) -> bool:
     return bool(least <= found <= most and found > schema.get("exclusiveMinimum", -math.inf))
 
 
+def schema_of_manifests() -> Any:
+    return json.loads((resources.files("nestling.export") / "manifest.schema.json").read_text())
+
+
 def test_a_manifest_is_what_its_schema_says(folder: Path) -> None:
-    schema = json.loads((resources.files("nestling.export") / "manifest.schema.json").read_text())
+    schema = schema_of_manifests()
     found = json.loads((folder / MANIFEST).read_text())
     assert fits(found, schema)
-    assert set(schema["properties"]) == set(found) and set(schema["properties"]["network"]["properties"]) == set(
-        found["network"]
-    )
+    assert set(schema["properties"]) == set(found) | {"held_out"} and set(
+        schema["properties"]["network"]["properties"]
+    ) == set(found["network"])
     for spoil in (
         {"version": 2}, {"form": "tf"}, {"more": 1}, {"shapes": {"input": [0]}}, {"latencies": [-1.0]},
         {"stages": [found["stages"][0] | {"file": "../x"}]}, {"stages": [found["stages"][0] | {"sha256": "x"}]},
@@ -377,21 +414,45 @@ def test_a_manifest_is_what_its_schema_says(folder: Path) -> None:
 
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
+NODE = Path(os.environ.get("NESTLING_NODE", "."))  # the folder where onnxruntime-node is installed
+ORT = Path(os.environ.get("NESTLING_ORT", "."))  # a release of ONNX Runtime for C++, unpacked: include/ and lib/
 
 
-@pytest.mark.parametrize("client", ["stages.py", "stages.mjs"])
-def test_clients_of_twenty_lines_answer_as_we_do(exported: tuple[NestedNet, Path], client: str) -> None:
-    net, folder = exported
-    program = sys.executable if client.endswith("py") else shutil.which("node")
-    at = os.environ.get("NESTLING_NODE", ".")  # the folder where onnxruntime-node is installed
-    if program is None or (client.endswith("mjs") and not Path(at, "node_modules", "onnxruntime-node").is_dir()):
+def python_client(place: Path) -> list[str]:
+    return [sys.executable, str(CLIENTS / "stages.py")]
+
+
+def node_client(place: Path) -> list[str]:
+    program = shutil.which("node")
+    if program is None or not (NODE / "node_modules" / "onnxruntime-node").is_dir():
         pytest.skip("npm install onnxruntime-node, and name that folder in NESTLING_NODE")
+    return [program, str(CLIENTS / "stages.mjs")]
+
+
+def cpp_client(place: Path) -> list[str]:
+    compiler = shutil.which("g++")
+    if compiler is None or not (ORT / "include" / "onnxruntime_cxx_api.h").is_file():
+        pytest.skip("install g++ and nlohmann-json3-dev, unpack a release of ONNX Runtime, and name it in NESTLING_ORT")
+    made, lib = place / "stages", (ORT / "lib").resolve()
+    words = ["-std=c++17", "-Wall", "-Werror", str(CLIENTS / "stages.cpp"), "-I", str(ORT / "include")]
+    subprocess.run(
+        [compiler, *words, "-L", str(lib), "-lonnxruntime", f"-Wl,-rpath,{lib}", "-o", str(made)], check=True
+    )
+    return [str(made)]
+
+
+@pytest.mark.parametrize("client", [python_client, node_client, cpp_client])
+def test_clients_of_twenty_lines_answer_as_we_do(
+    exported: tuple[NestedNet, Path], client: Callable[[Path], list[str]], tmp_path: Path
+) -> None:
+    net, folder = exported
+    program = client(tmp_path)
     image = torch.randn(1, 8, 8)
     with torch.no_grad():
         expected = [f"{stage} {int(logits.argmax())}" for stage, logits in enumerate(net(image[None]), start=1)]
     for seconds, count in ((60, len(expected)), (0, 1)):
         ran = subprocess.run(
-            [program, str(CLIENTS / client), str(folder), str(seconds)],
-            input=image.numpy().tobytes(), capture_output=True, cwd=at, timeout=120, check=True,
+            [*program, str(folder), str(seconds)],
+            input=image.numpy().tobytes(), capture_output=True, cwd=NODE, timeout=120, check=True,
         )  # fmt: skip
         assert ran.stdout.decode().split("\n")[:-1] == expected[:count]

@@ -34,6 +34,7 @@ from nestling.runtime import Abandoned, Pace, Runtime, Stop, confidence
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
 from nestling.runtime.forecast import KEPT, Forecast, PastTrail, Recent, survey
+from nestling.runtime.news import remember
 from nestling.runtime.runtime import spec_of
 from nestling.runtime.work import ImageWork, Trail, Work
 from nestling.runtime.worker import Worker
@@ -190,7 +191,7 @@ def went(worker: Worker, done: list[float], now: float, due: float) -> PastTrail
     row = ImageWork(100.0 + due)
     row.trail = Trail(100.0, 1.0)
     row.trail.done += [100.0 + at - 100.0 for at in done]  # rounded as on a clock
-    worker.remember(row, 100.0 + now)
+    remember(row, 100.0 + now, worker.recent)
     assert row.trail is None
     return worker.recent.trails[-1]
 

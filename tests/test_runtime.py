@@ -42,6 +42,7 @@ from nestling.runtime.guard import Guard
 from nestling.runtime.mailbox import Mailbox
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import LATE, Grace, Margin, Promise
+from nestling.runtime.question import Ring
 
 SHAPE = (1, 2, 2)
 SLACK = 0.25  # seconds a loaded test machine may be late
@@ -454,6 +455,20 @@ def test_coroutines_are_answered_without_a_thread_each() -> None:
         assert not asyncio.run(runtime.answer_async(image(), deadline=0))
 
 
+def test_news_for_a_loop_that_has_ended_meanwhile_harms_nobody() -> None:
+    """The worker may have read who listens just before a coroutine had its answer, and its loop was closed."""
+
+    async def listen() -> Ring:
+        return Ring(asyncio.get_running_loop(), asyncio.Event())
+
+    runtime, _ = timed(0.05, 0.05)
+    with runtime:
+        question, gone = runtime.ask(image()), asyncio.run(listen())
+        known = question._waiting.images[0]
+        known.listeners = (*known.listeners, (gone, True))
+        assert question.result().final and runtime.answer(image()).final
+
+
 def test_a_cancelled_coroutine_stops_the_work() -> None:
     runtime, engine = timed(0.01, 30.0)
 
@@ -493,6 +508,21 @@ def test_eight_threads_at_once_all_get_an_answer_where_the_first_stage_fits_eigh
         for thread in threads:
             thread.join()
         assert len(found) == 8 and all(found)
+
+
+def test_whoever_has_nothing_when_its_timer_rings_early_waits_on_for_a_first_stage() -> None:
+    runtime, _ = timed(0.9, 50.0, pace=Pace([0.9, 50.0]))
+    with runtime:
+        runtime._promise(
+            LATE
+        ).timer.value = 1.0  # of which at most a fifth of the deadline is taken: it rings after 1.6 s
+        other = threading.Thread(target=lambda: runtime.answer(image(), deadline=2.0))
+        other.start()
+        while not runtime.worker.here:
+            time.sleep(0.001)
+        answer = runtime.answer(image(), deadline=2.0)
+        other.join()
+        assert answer.stage == 1 and 1.6 < answer.elapsed < 2.0 + SLACK
 
 
 def test_a_stage_that_cannot_be_in_time_is_not_started_while_others_wait() -> None:
@@ -1213,6 +1243,8 @@ GOOD = {"name": "net", "shape": [1, 8, 8], "classes": ["a", "b"], "sizes": ["s"]
         {"shape": [1, 100_000, 100_000]}, {"shape": [1, 10**30, 8]}, {"shape": []}, {"shape": [1, 8, 0]},
         {"shape": [1, 8, 8.5]}, {"shape": [True, 8, 8]}, {"shape": "188"}, {"classes": []}, {"sizes": []},
         {"name": "a\0b"}, {"classes": ["a", "\0"]}, {"classes": ["a", 5]}, {"name": None}, {"sizes": 5},
+        {"classes": "ab"}, {"mean": "5"}, {"mean": ["0.5"]}, {"std": [None]}, {"errors": [1j]}, {"prior": [True, False]},
+        {"output": "88"}, {"mean": {}},
     ],
     ids=repr,
 )  # fmt: skip
@@ -1220,6 +1252,9 @@ def test_what_describes_no_network_is_refused(change: dict[str, Any]) -> None:
     assert from_dict(GOOD).stages == 1
     with pytest.raises(NestlingError):
         from_dict({**GOOD, **change})
+    made = {key: tuple(value) if isinstance(value, list) else value for key, value in {**GOOD, **change}.items()}
+    with pytest.raises(NestlingError):
+        Spec(**made)  # type: ignore[arg-type]
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------
@@ -1339,6 +1374,8 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
         ({"device": "cpu", "engine": "graph"}, "CUDA"),
         ({"device": "cpu", "threads": -1}, "threads=-1.* 0 for all cores"),
         ({"device": "cpu", "threads": 1.5}, "threads=1.5"),
+        ({"device": "cpu", "engine": "eager", "memory": math.nan}, "memory=nan; expected the bytes"),
+        ({"device": "cpu", "engine": "eager", "memory": -1}, "memory=-1"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> None:

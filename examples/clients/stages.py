@@ -13,7 +13,7 @@ import onnxruntime
 
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 manifest = json.loads((folder / "manifest.json").read_text())
-sessions = [onnxruntime.InferenceSession(folder / stage["file"]) for stage in manifest["stages"]]
+sessions = [onnxruntime.InferenceSession(str(folder / stage["file"])) for stage in manifest["stages"]]
 image = np.frombuffer(sys.stdin.buffer.read(), np.float32).reshape(1, *manifest["network"]["shape"])
 began, values = time.monotonic(), {"input": image}
 for stage, session in zip(manifest["stages"], sessions, strict=True):

@@ -17,7 +17,7 @@ def command(run: str, device: str = "auto", sample: bool = False, build: str = "
     Args:
         run: the run's folder, or the name of a trained network that comes with nestling (nothing is stored then).
         device: auto, cpu or cuda.
-        sample: on the first thousand test images only, which come with nestling for CIFAR-10; nothing is stored then.
+        sample: only on test images that come with nestling (1,000 of CIFAR-10, 200 of Tiny ImageNet); nothing is stored then.
         build: the function that builds a network of your own, such as my_file.py:build.
         data: the function that gives data of your own, such as my_file.py:loaders.
     """

@@ -103,7 +103,7 @@ def predict(runtime: Runtime, path: Path, limit: float | None) -> dict[str, Any]
     except ImportError as error:
         raise NestlingError(f"reading pictures needs Pillow ({error}); run: pip install 'nestling[data]'") from error
     try:
-        x = fitted(path, runtime.spec.shape)
+        x = fitted(path, runtime.spec.shape, part=runtime.spec.part)
     except Unreadable as error:
         problem = f"{path} cannot be read as a picture ({error})"
         say(problem)

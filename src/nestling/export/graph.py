@@ -6,7 +6,6 @@ takes milliseconds, and every operation is one that ONNX Runtime fuses well. A s
 here (somebody's own activation) is traced by torch's exporter instead. Nothing is run.
 """
 
-import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.export.freeze import Frozen
+from nestling.export.opset import declare_oldest
 from nestling.export.torchstage import TorchStage
 from nestling.nets.ops.forms import as_onnx
 from nestling.nets.ops.frozen import Op
@@ -73,6 +73,12 @@ def write_stage(frozen: Frozen, shapes: Shapes) -> bytes:
     made = helper.make_graph(graph.nodes, f"stage{frozen.stage}", inputs, outputs, list(graph.constants.values()))
     opset = [helper.make_opsetid("", OPSET)]
     model = helper.make_model(made, producer_name="nestling", opset_imports=opset, ir_version=IR)
+    return checked(model)
+
+
+def checked(model: onnx.ModelProto) -> bytes:
+    """A model that says what it needs and no more, and is valid; equal models give equal bytes."""
+    declare_oldest(model)
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString(deterministic=True))
 
@@ -121,6 +127,4 @@ def trace_stage(frozen: Frozen, shapes: Shapes) -> bytes:
             "engine, or replace that layer"
         ) from error
     assert program is not None
-    written = io.BytesIO()
-    program.save(written)  # type: ignore[arg-type]
-    return written.getvalue()
+    return checked(program.model_proto)

@@ -6,7 +6,7 @@ is checked before it is read. Standard library only; who writes the folder is ne
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,17 @@ AGAIN = "export the run again"
 
 
 @dataclass(frozen=True)
-class StageFile:
-    """One stage on disk."""
+class KnownFile:
+    """A file beside the manifest, and how to tell that it is intact."""
 
     file: str  # in the manifest's folder
     sha256: str
+
+
+@dataclass(frozen=True)
+class StageFile(KnownFile):
+    """One stage on disk."""
+
     takes: tuple[str, ...]  # values from earlier stages; "input" is the image
     gives: tuple[str, ...]  # values for later stages
 
@@ -38,6 +44,7 @@ class Manifest:
     shapes: Mapping[str, tuple[int, ...]]  # of the values between stages, without the batch
     latencies: tuple[float, ...] = ()  # seconds of each stage by itself, on the exporting machine; empty = not measured
     about: Mapping[str, Any] | None = None  # where it comes from and how it was verified, for people
+    held_out: KnownFile | None = None  # how sure and how right every stage was of held-out images; None = not known
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,17 +54,14 @@ class Manifest:
             "precision": self.precision,
             "network": self.spec.to_dict(),
             "stages": [
-                {"stage": number, "size": self.spec.sizes[number - 1], **vars_of(stage)}
+                {"stage": number, "size": self.spec.sizes[number - 1], **asdict(stage)}
                 for number, stage in enumerate(self.stages, start=1)
             ],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "latencies": list(self.latencies),
             "about": dict(self.about or {}),
+            **({"held_out": asdict(self.held_out)} if self.held_out else {}),
         }
-
-
-def vars_of(stage: StageFile) -> dict[str, Any]:
-    return {"file": stage.file, "sha256": stage.sha256, "takes": list(stage.takes), "gives": list(stage.gives)}
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -91,9 +95,10 @@ def parse(found: Mapping[str, Any]) -> Manifest:
         StageFile(name(row["file"]), name(row["sha256"]), names(row["takes"]), names(row["gives"]))
         for row in found["stages"]
     )
-    for stage in stages:
-        if Path(stage.file).name != stage.file or stage.file in ("", ".", ".."):
-            raise NestlingError(f"the file {stage.file!r} is not inside the folder; {AGAIN}")
+    held_out = KnownFile(*(name(found["held_out"][key]) for key in ("file", "sha256"))) if "held_out" in found else None
+    for each in (*stages, held_out) if held_out else stages:
+        if Path(each.file).name != each.file or each.file in ("", ".", ".."):
+            raise NestlingError(f"the file {each.file!r} is not inside the folder; {AGAIN}")
     shapes = {name(key): sides_of(shape, f"the shape of {key!r}") for key, shape in found["shapes"].items()}
     if sum(map(prod, shapes.values())) > MOST_VALUES:
         raise NestlingError(f"its values take more memory than {4 * MOST_VALUES:,} bytes an image; {AGAIN}")
@@ -103,8 +108,9 @@ def parse(found: Mapping[str, Any]) -> Manifest:
     latencies = tuple(float(value) for value in found.get("latencies", ()))
     if not all(0 <= value < inf for value in latencies):
         raise NestlingError(f"its latencies {latencies} are no seconds; {AGAIN}")
-    spec = from_dict(found["network"])
-    return Manifest(spec, name(found["form"]), name(found["precision"]), stages, shapes, latencies, found.get("about"))
+    spec, about = from_dict(found["network"]), found.get("about")
+    form, precision = name(found["form"]), name(found["precision"])
+    return Manifest(spec, form, precision, stages, shapes, latencies, about, held_out)
 
 
 def name(found: Any) -> str:
@@ -121,14 +127,14 @@ def names(found: Any) -> tuple[str, ...]:
     return values
 
 
-def read_graph(folder: str | Path, stage: StageFile) -> bytes:
-    """The bytes of one graph, which are those that were exported."""
-    path = Path(folder) / stage.file
+def read_known(folder: str | Path, known: KnownFile) -> bytes:
+    """The bytes of a graph or another file of an export, which are those that were exported."""
+    path = Path(folder) / known.file
     try:
         data = read_bytes(path)
     except OSError as error:
         raise NestlingError(f"cannot read {path}: {error.strerror}; {AGAIN}") from error
-    if checksum(data) != stage.sha256:
+    if checksum(data) != known.sha256:
         raise NestlingError(f"{path} is not the file the manifest describes: its checksum differs; {AGAIN}")
     return data
 

@@ -19,8 +19,21 @@ from torch import Tensor
 from nestling.data import DataSet
 from nestling.errors import NestlingError
 
-CALIBRATION = 256  # training images
+CALIBRATION = 256  # images
 Float32 = NDArray[np.float32]
+
+
+def calibration_and_test(data: DataSet, count: int) -> tuple[Float32, Float32, NDArray[np.int64]]:
+    """Images to calibrate on, and the first test images with their labels to judge by; 0 = all. Of data without training images,
+    such as the sample that comes with us, the first test images calibrate and others judge."""
+    if len(data.train):
+        chance = torch.Generator().manual_seed(0)
+        shown = next(iter(data.train.batches(min(CALIBRATION, len(data.train)), chance, augment=False)))[0]
+        return shown.cpu().numpy(), *first_images(data, count)
+    x, y = first_images(data, CALIBRATION + count if count else 0)
+    if len(y) <= CALIBRATION:
+        raise NestlingError(f"{data.name} has no training images, and {len(y)} test images are too few to calibrate on")
+    return x[:CALIBRATION], x[CALIBRATION:], y[CALIBRATION:]
 
 
 def first_images(data: DataSet, count: int) -> tuple[Float32, NDArray[np.int64]]:
@@ -32,13 +45,6 @@ def first_images(data: DataSet, count: int) -> tuple[Float32, NDArray[np.int64]]
         if sum(map(len, kept)) >= count:
             break
     return torch.cat(kept)[:count].numpy(), data.test.labels[:count].cpu().numpy()
-
-
-def calibration_images(data: DataSet, count: int = CALIBRATION) -> Float32:
-    """Training images as the test shows them: not augmented, drawn with a fixed seed."""
-    for x, _ in data.train.batches(min(count, len(data.train)), torch.Generator().manual_seed(0), augment=False):
-        return x.cpu().numpy()
-    raise NestlingError(f"{data.name} has no training images to calibrate on")
 
 
 class CalibrationBatches(quantization.CalibrationDataReader):

@@ -4,8 +4,9 @@ Comes in: a run folder, a network or a manifest, through those who read them. It
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
+from numbers import Real
 from typing import Any
 
 from nestling.errors import NestlingError
@@ -37,8 +38,12 @@ class Spec:
     output: tuple[
         int, ...
     ] = ()  # the shape of one answer that is no row of class scores, such as classes,H,W of a mask
+    part: float = 1.0  # of a picture's shorter side, how much its middle shows; less where evaluation showed less
 
     def __post_init__(self) -> None:
+        for field in fields(self)[1:-1]:
+            if not isinstance(found := getattr(self, field.name), tuple | list):
+                raise NestlingError(f"{self.name}: {field.name} is {found!r}; expected a tuple")
         if not self.shape:
             raise NestlingError(f"{self.name}: the shape is empty; expected that of one input, such as (3, 32, 32)")
         sides_of(self.shape, f"{self.name}: the shape")
@@ -61,8 +66,11 @@ class Spec:
         ):
             if found and len(found) != expected:
                 raise NestlingError(f"{self.name}: found {len(found)} {what}, expected {expected}")
-            if not all(least <= value <= most for value in found):  # False also for NaN
+            real = all(isinstance(value, Real) and not isinstance(value, bool) for value in found)
+            if not real or not all(least <= value <= most for value in found):  # False also for NaN
                 raise NestlingError(f"{self.name}: found {what} {found}; expected numbers from {least:g} to {most:g}")
+        if not 0 < self.part <= 1:
+            raise NestlingError(f"{self.name}: part is {self.part!r}; expected a number above 0, at most 1")
         if bool(self.mean) != bool(self.std):
             raise NestlingError(f"{self.name}: mean {self.mean} and std {self.std} do not normalise anything")
         if self.prior and abs(sum(self.prior) - 1) > 1e-3:
@@ -84,14 +92,15 @@ class Spec:
 def from_dict(found: Mapping[str, Any]) -> Spec:
     """The Spec that to_dict wrote."""
 
-    def numbers(key: str) -> tuple[float, ...]:
-        return tuple(float(value) for value in found.get(key, ()))
+    def several(key: str) -> tuple[Any, ...]:
+        values = found[key] if key in ("shape", "classes", "sizes") else found.get(key, ())
+        if not isinstance(values, tuple | list):
+            raise TypeError(f"{key} is {values!r}, expected a list")
+        number = key in ("mean", "std", "prior", "errors")
+        return tuple(float(value) if number and type(value) is int else value for value in values)
 
     try:
-        shape, classes, sizes = (tuple(found[key]) for key in ("shape", "classes", "sizes"))
-        return Spec(
-            found["name"], shape, classes, sizes,
-            numbers("mean"), numbers("std"), numbers("prior"), numbers("errors"), tuple(found.get("output", ())),
-        )  # fmt: skip
+        lists = {field.name: several(field.name) for field in fields(Spec)[1:-1]}
+        return Spec(found["name"], **lists, part=float(found.get("part", 1.0)))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise NestlingError(f"this does not describe a network ({type(error).__name__}: {error})") from error

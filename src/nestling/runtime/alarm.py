@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from nestling.runtime.bell import Bell
+from nestling.runtime.descriptor import Descriptor
 
 MONOTONIC = 1  # CLOCK_MONOTONIC of Linux, which time.monotonic follows
 ABSOLUTE = 1  # TFD_TIMER_ABSTIME
@@ -42,8 +43,8 @@ def find_timers() -> tuple[Callable[..., int], Callable[..., int]] | None:
 TIMERS = find_timers()
 
 
-class KernelAlarm:
-    """One timer of the kernel's."""
+class KernelAlarm(Descriptor):
+    """One timer of the kernel's. Closed, nobody sleeps by it any more, and setting it does nothing."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         assert TIMERS is not None
@@ -67,15 +68,6 @@ class KernelAlarm:
     def sleep(self) -> None:
         """Until the time comes; other threads may set it meanwhile."""
         os.read(self.file, 8)
-
-    def close(self) -> None:
-        """Nobody sleeps by it any more; setting it does nothing from now on."""
-        file, self.file = self.file, -1
-        if file >= 0:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class BellAlarm:

@@ -20,6 +20,7 @@ from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, told
 from nestling.runtime.beginning import Beginnings
+from nestling.runtime.confidence import Confidence, Outcomes, find_thresholds
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
@@ -53,6 +54,8 @@ class Anytime:
         """`memory` bounds the state kept for refining, in bytes; `clock` must be the one that sleeping follows."""
         if engine.stages != spec.stages:
             raise NestlingError(f"{spec.name}: the engine has {engine.stages} stages, expected {spec.stages}")
+        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
+            raise NestlingError(f"memory={memory!r}; expected the bytes that the states of unfinished answers may take")
         self.engine, self.spec, self.clock = engine, spec, clock
         self.pace = pace or Pace(stages=engine.stages)
         self._promises: dict[float | None, Promise] = {}
@@ -101,6 +104,15 @@ class Anytime:
         forecast = Forecast(trace, self.spec.errors, 1 - float(self.prior.max(initial=0.0)), self.worker.recent, first)
         shares = forecast.shares(self._promise(LATE).timer.looks(limit), self.pace.slowdown)
         return [float(share) for share in shares], float(shares @ forecast.errors) if self.spec.errors else None
+
+    def stop_when_sure(self, loss: float = 0.005) -> Confidence:
+        """From now on answers are final when they are sure enough: thresholds are found on held-out outputs of the network, half
+        to choose them and half to judge them, so that at most `loss` accuracy goes."""
+        if self.spec.output:
+            raise NestlingError(f"{self.spec.name} answers with no classes, so none of them is more or less sure")
+        found = find_thresholds(self._held_out(), loss, self.pace.base)
+        self.thresholds = found.thresholds
+        return found
 
     # --- one image -----------------------------------------------------------------------------------------------
 
@@ -187,12 +199,11 @@ class Anytime:
         end, due = began + limit, began + promise.timer.before(limit) if limit < inf else inf
         if work is not None:
             image.deadline = end - min(HANDING, limit / 5) if limit < inf else inf
-            if self.worker.run_here(image, work, promise):
+            if self.worker.run_here(image, work, promise, due):
                 answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
                     promise.observe(self.clock() - end, image.tried, image.waited > NOTICED)
                 return answer
-            image.deadline = min(image.deadline, due)
         waiting = Waiting(self.worker, self._form, [image], [due], began, promise)
         answer = waiting.one()
         waiting.learn()
@@ -254,6 +265,13 @@ class Anytime:
         promise, late = self._promise(LATE), wakeups(self.clock)
         promise.guard.value, promise.timer.value = (
             max(margin.value, late) for margin in (promise.guard, promise.timer)
+        )
+
+    def _held_out(self) -> Outcomes:
+        """What is known of images the network was not trained on; where a runtime knows that, it says it here."""
+        raise NestlingError(
+            "a network alone has no outputs to choose thresholds on, as a run's folder, its export and a trained network have; "
+            "pass confident=... instead"
         )
 
     def _to_numpy(self, x: Any) -> Any:

@@ -1,19 +1,22 @@
 """When an answer is sure enough to stop: one threshold per stage, found on held-out data for a stated loss of accuracy.
 
-In: logits (stages, N, classes) and labels of images the network was not trained on, the loss allowed, and what each stage
-costs. Out: thresholds for `runtime.answer(x, confident=...)` and what they do: error, share stopped at each stage, cost.
-An image stops at the first stage whose largest probability reaches that stage's threshold. Pure numpy.
+In: logits (stages, N, classes) and labels of images the network was not trained on, or what an export keeps of them
+(Outcomes), the loss allowed, and what each stage costs. Out: thresholds for `runtime.answer(x, confident=...)` and what they do:
+error, share stopped at each stage, cost. An image stops at the first stage whose largest probability reaches that stage's
+threshold. Pure numpy.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nestling.errors import NestlingError
+from nestling.export.manifest import read_known, read_manifest
 from nestling.runtime.answer import softmax
 
 NEVER = math.inf  # no probability reaches it
@@ -37,6 +40,50 @@ class Confidence:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
+@dataclass(frozen=True)
+class Outcomes:
+    """Of every stage and held-out image, (stages, N): the largest probability, and whether that class was right."""
+
+    sure: NDArray[np.float32]
+    right: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, logits: ArrayLike, labels: ArrayLike) -> "Outcomes":
+        scores, labels = np.asarray(logits, np.float32), np.asarray(labels)
+        if scores.ndim != 3 or labels.shape != scores.shape[1:2]:
+            raise NestlingError(
+                f"found logits {scores.shape} and labels {labels.shape}; expected (stages, N, classes) and (N,)"
+            )
+        return cls(softmax(scores).max(axis=2), scores.argmax(axis=2) == labels)
+
+    def to_bytes(self) -> bytes:
+        """Four bytes each of how sure, stage by stage, then one byte each: 1 where it was right."""
+        return self.sure.astype("<f4").tobytes() + self.right.astype(np.uint8).tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, stages: int) -> "Outcomes":
+        count = len(data) // (5 * stages)
+        sure = np.frombuffer(data, "<f4", stages * count).reshape(stages, count)
+        right = np.frombuffer(data, np.uint8, stages * count, 4 * stages * count).reshape(stages, count)
+        if len(data) != 5 * stages * count or not ((sure >= 0) & (sure <= 1)).all() or (right > 1).any():
+            raise NestlingError(
+                f"found {len(data)} bytes that are not how sure and how right {stages} stages were of held-out images; "
+                "export the run again"
+            )
+        return cls(sure.astype(np.float32), right.astype(np.bool_))
+
+
+def read_outcomes(folder: str | Path) -> Outcomes:
+    """What an export keeps of held-out images."""
+    manifest = read_manifest(folder)
+    if manifest.held_out is None:
+        raise NestlingError(
+            f"{folder} was exported without outputs for held-out images to choose thresholds on; export a run that was "
+            "evaluated, or pass confident=... instead"
+        )
+    return Outcomes.from_bytes(read_known(folder, manifest.held_out), manifest.spec.stages)
+
+
 def calibrate(
     logits: ArrayLike, labels: ArrayLike, loss: float = 0.005, costs: Sequence[float] = (), share: float = 0.5
 ) -> Confidence:
@@ -45,18 +92,19 @@ def calibrate(
     They are chosen on the first `share` of the images and judged on the others, which had no say in them. `costs` are
     those of each stage by itself (1 for all if not given).
     """
-    scores, labels = np.asarray(logits, np.float32), np.asarray(labels)
-    if scores.ndim != 3 or labels.shape != scores.shape[1:2]:
-        raise NestlingError(
-            f"found logits {scores.shape} and labels {labels.shape}; expected (stages, N, classes) and (N,)"
-        )
+    return find_thresholds(Outcomes.of(logits, labels), loss, costs, share)
+
+
+def find_thresholds(seen: Outcomes, loss: float, costs: Sequence[float] = (), share: float = 0.5) -> Confidence:
+    """`calibrate` from what is known of the held-out images."""
+    sure, right = seen.sure, seen.right
+    stages, images = sure.shape
     if not 0 <= loss < 1 or not 0 < share < 1:
         raise NestlingError(f"found loss {loss} and share {share}; expected fractions, such as 0.005 and 0.5")
-    count = int(share * len(labels))
-    if count < 1 or count == len(labels):
-        raise NestlingError(f"{len(labels)} images are too few to choose thresholds on some and judge them on others")
-    sure, right = softmax(scores).max(axis=2), scores.argmax(axis=2) == labels
-    spent = np.cumsum(costs or [1.0] * len(scores))
+    count = int(share * images)
+    if count < 1 or count == images:
+        raise NestlingError(f"{images} images are too few to choose thresholds on some and judge them on others")
+    spent = np.cumsum(costs or [1.0] * stages)
     chosen = choose(sure[:, :count], right[:, :count], loss, spent)
     return judge(sure[:, count:], right[:, count:], chosen, loss, spent)
 

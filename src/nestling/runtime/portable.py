@@ -7,8 +7,9 @@ worker and clock; x is an array, uint8 as in files or float32 normalised. It tra
 from pathlib import Path
 
 from nestling.errors import NestlingError
-from nestling.export.manifest import Manifest, read_graph, read_manifest
+from nestling.export.manifest import Manifest, read_known, read_manifest
 from nestling.runtime.caller import MEMORY, Anytime
+from nestling.runtime.confidence import Outcomes, read_outcomes
 from nestling.runtime.engine import warm_up
 from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
 from nestling.runtime.inputs import check_threads
@@ -22,11 +23,14 @@ class Portable(Anytime):
 
     def __init__(self, folder: str | Path, threads: int = 1, memory: int = MEMORY) -> None:
         """threads=0 uses all cores; one thread keeps its pace better on a busy machine."""
-        self.manifest = read_manifest(folder)
+        self.folder, self.manifest = folder, read_manifest(folder)
         engine = open_engine(folder, self.manifest, threads)
         spec = self.manifest.spec
         super().__init__(engine, spec, Pace(warm_up(engine, spec.shape)), memory)
         self._warm()
+
+    def _held_out(self) -> Outcomes:
+        return read_outcomes(self.folder)
 
 
 def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> OnnxEngine:
@@ -34,5 +38,5 @@ def open_engine(folder: str | Path, manifest: Manifest, threads: int = 1) -> Onn
     check_threads(threads)
     if manifest.form != "onnx":
         raise NestlingError(f"{folder} holds stages in the form {manifest.form!r}; export them with --format onnx")
-    graphs = [StageGraph(read_graph(folder, stage), stage.takes, stage.gives) for stage in manifest.stages]
+    graphs = [StageGraph(read_known(folder, stage), stage.takes, stage.gives) for stage in manifest.stages]
     return OnnxEngine(graphs, manifest.shapes, manifest.spec.answer, threads)

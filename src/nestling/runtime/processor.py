@@ -7,11 +7,13 @@ is known: then a stage that was interrupted is a slow one. Knows nothing of stag
 import os
 import threading
 
+from nestling.runtime.descriptor import Descriptor
+
 PROCESSORS = os.cpu_count() or 1  # of the whole machine, as its load is
 NANOSECONDS = 1e-9
 
 
-class Numbers:
+class Numbers(Descriptor):
     """A small file of the kernel's, read again and again."""
 
     def __init__(self, path: str) -> None:
@@ -25,14 +27,6 @@ class Numbers:
     def read(self) -> list[bytes]:
         """Its words; none if there is no such file."""
         return os.pread(self.file, 128, 0).split() if self.file >= 0 else []
-
-    def close(self) -> None:
-        file, self.file = self.file, -1
-        if file >= 0:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Processor:

@@ -38,6 +38,12 @@ class Promise:
         share = (late or 0.5) / 6
         self.caution, self.guard, self.grace = Caution(share), Margin(share), Grace(share)
 
+    def patient(self, due: float, end: float) -> float:
+        """Until when to wait for a first stage where the timer has rung and there is nothing yet: until as much before the
+        deadline as threads usually wake up late. A little late is worth more than nothing."""
+        late = sorted(self.timer.recent)
+        return max(due, end - late[int(USUAL * len(late))])
+
     def observe(self, late: float, tried: str, interrupted: bool = False) -> None:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
         last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was

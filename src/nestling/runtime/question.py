@@ -5,7 +5,8 @@ its own, less the margin by which this machine wakes threads late, and never wai
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from nestling.runtime.answer import Answer
@@ -56,9 +57,24 @@ class Waiting:
         """The answer to a question about one image, by its time."""
         try:
             self.wait(self.images, self.due[0])
+            if self.rang is not None:
+                self.wait_for_any(self.images[0])
         finally:
             self.leave()
         return self.form(self.images[0], self.began)
+
+    def wait_for_any(self, image: ImageWork) -> None:
+        """The timer has rung, before the deadline: whoever has nothing yet waits on for the first stage."""
+        image.listeners = (*image.listeners, (self.signal, True))
+        while not (image.best[0] or image.final) and self.clock() < image.deadline:
+            self.rang = None  # what the margin covers is something else
+            try:
+                if self.sleep(image.deadline) is None:
+                    break
+            except TimeoutError:
+                break
+        image.deadline = min(image.deadline, self.clock())
+        self.worker.expire()
 
     def all(self, until: float) -> None:
         """Sleep until a time, or until nothing better can come for any image, or waiting was called off."""
@@ -200,7 +216,7 @@ class Question:
         """The same for a coroutine: no thread waits."""
         loop, waiting = asyncio.get_running_loop(), self._waiting
         done = asyncio.Event()
-        image, bell = waiting.images[0], Ring(lambda: loop.call_soon_threadsafe(done.set))
+        image, bell = waiting.images[0], Ring(loop, done)
         image.listeners = (*image.listeners, (bell, False))
         left = waiting.due[0] - waiting.clock()
         timer = loop.call_later(max(0.0, left), done.set) if left < LONGEST_SLEEP else None
@@ -220,10 +236,11 @@ class Question:
 
 
 class Ring:
-    """A mailbox that keeps nothing, and calls somebody instead."""
+    """A mailbox that keeps nothing and wakes a coroutine, if its loop still runs: that may end while news is on its way."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
+    def __init__(self, loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+        self.loop, self.done = loop, done
 
     def put(self, item: object) -> None:
-        self.call()
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.done.set)

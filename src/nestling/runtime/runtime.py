@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nestling.data.image_folder import shown
 from nestling.errors import NestlingError
 from nestling.export.manifest import read_manifest
 from nestling.export.spec import Spec
@@ -25,7 +26,7 @@ from nestling.runs.open import OpenedRun, resolve
 from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.caller import MEMORY, Anytime
-from nestling.runtime.confidence import Confidence, calibrate
+from nestling.runtime.confidence import Outcomes, read_outcomes
 from nestling.runtime.engine import Engine, warm_jumps, warm_up
 from nestling.runtime.pace import Pace
 
@@ -50,6 +51,7 @@ class Runtime(Anytime):
         stages. `threads` is for CPUs: 1 keeps its pace on a busy machine, 0 uses all cores. `spec` says more about a bare
         network than its plan does: with a mean and std, uint8 images are normalised."""
         built, known, self.run, self.device = open_source(source, device, engine, threads)
+        self._folder = Path(str(source)) if is_export(source) else None
         check_spec(spec or known, known)
         spec = spec or known
         self.profile = find_profile(self.run, built.name, threads, self.device) if self.run else None
@@ -66,20 +68,11 @@ class Runtime(Anytime):
         self.trace = self.profile.array / 1e3 if self.profile else None
         self._warm()
 
-    def stop_when_sure(self, loss: float = 0.005) -> Confidence:
-        """From now on answers are final when they are sure enough: thresholds are found on the run's (or trained network's) own
-        test or validation outputs, half to choose them and half to judge them, so that at most `loss` accuracy goes."""
-        if self.spec.output:
-            raise NestlingError(f"{self.spec.name} answers with no classes, so none of them is more or less sure")
-        if self.run is None:
-            raise NestlingError(
-                "a network alone has no outputs to choose thresholds on, as a run's folder and a trained network have; "
-                "pass confident=... instead"
-            )
-        tensors = self.run.outputs()
-        found = calibrate(tensors["logits"].numpy(), tensors["labels"].numpy(), loss, self.pace.base)
-        self.thresholds = found.thresholds
-        return found
+    def _held_out(self) -> Outcomes:
+        if self.run is not None:
+            tensors = self.run.outputs()
+            return Outcomes.of(tensors["logits"].numpy(), tensors["labels"].numpy())
+        return read_outcomes(self._folder) if self._folder else super()._held_out()
 
     def _to_numpy(self, x: Any) -> Any:
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
@@ -161,4 +154,6 @@ def spec_of(run: OpenedRun, net: NestedNet) -> Spec:
     classes, mean, std, prior = (tuple(known.get(key, ())) for key in ("classes", "mean", "std", "prior"))
     bare = bare_spec(net)
     output = bare.output or (() if classes else bare.answer)
-    return replace(bare, classes=classes, errors=errors, mean=mean, std=std, prior=prior, output=output)
+    data = run.recipe.data
+    part = shown(data.size) if data.name == "folder" else 1.0
+    return replace(bare, classes=classes, errors=errors, mean=mean, std=std, prior=prior, output=output, part=part)

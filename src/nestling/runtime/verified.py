@@ -20,15 +20,18 @@ from nestling.data import DataSet
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge
 from nestling.export.freeze import freeze, shapes
-from nestling.export.manifest import Manifest
+from nestling.export.manifest import KnownFile, Manifest, checksum
 from nestling.export.spec import Spec
 from nestling.export.write import versions, write_graphs, write_stages
+from nestling.files import write_atomically
 from nestling.nets import NestedNet
 from nestling.runs.provenance import device_name
+from nestling.runtime.confidence import Outcomes
 from nestling.runtime.engine import Engine, Floats, Stop, warm_up
 
 TOLERANCE = 1e-4  # of logits, relative to the largest where that is above 10
 BATCHES = (1, 32)
+HELD_OUT = "held-out.bin"
 VERIFIED = 64  # images on which the graphs that become 8 bits are verified
 
 
@@ -54,14 +57,17 @@ def export_net(
     images: Tensor,
     form: str = "onnx",
     about: Mapping[str, Any] | None = None,
+    held_out: Outcomes | None = None,
 ) -> Manifest:
-    """Write a network's stages into a folder, verified on `images` (n,C,H,W, normalised). Replaces an earlier export."""
+    """Write a network's stages into a folder, verified on `images` (n,C,H,W, normalised). Replaces an earlier export.
+    `held_out`: how sure and right its stages were of images it was not trained on, so that it can stop when it is sure."""
 
     def complete(place: Path, manifest: Manifest) -> Manifest:
         engine = OPENERS[form](place, manifest)
         try:
             story = {**(manifest.about or {}), "verified": verify(engine, net, images), "measured": here_and_now()}
-            return replace(manifest, latencies=tuple(warm_up(engine, spec.shape)), about=story)
+            known = keep(place, held_out) if held_out else None
+            return replace(manifest, latencies=tuple(warm_up(engine, spec.shape)), about=story, held_out=known)
         finally:
             engine.close()
 
@@ -74,7 +80,7 @@ def export_int8(
     """Write a network's stages in 8 bits, with the error of every stage before and after on the same test images. The float32
     graphs they are made from are verified first."""
     from nestling.export.graph import write_stage
-    from nestling.export.quantise import CALIBRATION, calibration_images, first_images, outputs, quantise_stage
+    from nestling.export.quantise import calibration_and_test, outputs, quantise_stage
     from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
 
     if spec.output:
@@ -82,12 +88,12 @@ def export_int8(
     stages = merge(fold(freeze(net)))
     known = shapes(net, stages)
     graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
-    x, y = first_images(data, images)
+    calibration, x, y = calibration_and_test(data, images)
     plain = OnnxEngine(graphs, known, spec.answer)
     verified = verify(plain, net, torch.from_numpy(x[:VERIFIED]))
 
     def in_8_bits() -> Iterator[tuple[bytes, tuple[str, ...], tuple[str, ...]]]:
-        values = {"input": calibration_images(data)}
+        values = {"input": calibration}
         for graph in graphs:
             model = quantise_stage(graph.model, graph.takes, values)
             values |= outputs(model, graph.takes, graph.gives, values)
@@ -95,10 +101,12 @@ def export_int8(
 
     def complete(place: Path, manifest: Manifest) -> Manifest:
         engine = open_onnx(place, manifest)
-        after = [error(logits, y) for logits in run_all(engine, x, 32)]
+        seen = run_all(engine, x, 32)
+        after = [error(logits, y) for logits in seen]
         price: dict[str, Any] = {
             "images": len(y),
-            "calibration_images": CALIBRATION,
+            "calibration_images": len(calibration),
+            "calibrated_on": "training images" if len(data.train) else "test images that were left out of the errors",
             "error_before": [error(logits, y) for logits in run_all(plain, x, 32)],
             "error_after": after,
             "ms_before": [1e3 * t for t in warm_up(plain, spec.shape, 20)],
@@ -107,10 +115,17 @@ def export_int8(
         story = {**(manifest.about or {}), "verified": verified, "int8": price, "measured": here_and_now()}
         # The errors a user may expect are those of these graphs, not those of the run.
         known_now = replace(spec, errors=tuple(after))
-        return replace(manifest, spec=known_now, latencies=tuple(warm_up(engine, spec.shape)), about=story)
+        latencies, kept = tuple(warm_up(engine, spec.shape)), keep(place, Outcomes.of(seen, y))
+        return replace(manifest, spec=known_now, latencies=latencies, about=story, held_out=kept)
 
     made = Manifest(spec, "onnx", "int8", (), known, (), {**about, "versions": versions("onnx")})
     return write_graphs(in_8_bits(), made, folder, complete)
+
+
+def keep(place: Path, held_out: Outcomes) -> KnownFile:
+    data = held_out.to_bytes()
+    write_atomically(place / HELD_OUT, data)
+    return KnownFile(HELD_OUT, checksum(data))
 
 
 def here_and_now() -> dict[str, str]:

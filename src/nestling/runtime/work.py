@@ -41,6 +41,7 @@ class ImageWork:
     __slots__ = (
         "best",
         "deadline",
+        "due",
         "error",
         "final",
         "listeners",
@@ -54,6 +55,7 @@ class ImageWork:
 
     def __init__(self, deadline: float, thresholds: tuple[float, ...] = ()) -> None:
         self.deadline = deadline  # on the clock: somebody waits for more until then, and looks then, a margin early
+        self.due = inf  # where that is later: whoever has an answer by then looks then
         self.thresholds = thresholds  # per stage: a probability that is sure enough to stop
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False

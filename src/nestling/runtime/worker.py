@@ -17,19 +17,17 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from nestling.errors import NestlingError
-from nestling.runtime.answer import softmax
 from nestling.runtime.beginning import Beginnings
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
+from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
-from nestling.runtime.work import ImageWork, News, Work
+from nestling.runtime.work import ImageWork, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
 COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
@@ -68,6 +66,7 @@ class Worker:
         self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
         self.parked_images = self.begun_images = 0
         self.running: Work | None = None
+        self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
         self.closing = False
         self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
         self.thread.start()
@@ -87,19 +86,31 @@ class Worker:
         with self.lock:
             if work.deadline() <= (now := self.clock()):
                 for image in work.images:
-                    self.remember(image, now)
+                    remember(image, now, self.recent)
                 work.rest()
                 return
             self.push(work)
             running = self.running
-            if running is not None and running.deadline() <= self.clock():
+            if running is not None and (running.deadline() <= self.clock() or self.keeps_out(work)):
                 running.stop.set()
         self.bell.ring()
+
+    def keeps_out(self, work: Work) -> bool:
+        """Whether a later stage, or D_s at once, takes so long that those who came meanwhile could not all have a first one."""
+        by = min(work.deadline(), *(image.due for image in work.images))
+        return not work.done and self.busy_until + len(self.fresh) * self.pace.quantile(1, USUAL) > by
+
+    def make_room(self) -> None:
+        """Raise Abandoned where a stage that is about to begin would keep out somebody who came just now."""
+        if self.fresh:
+            with self.lock:
+                if self.fresh and self.keeps_out(self.fresh[0][-1]):
+                    raise Abandoned
 
     def resume(self, image: ImageWork, deadline: float) -> Work | None:
         """Somebody wants more of this image: the work to go on with, or None if it is on its way already, or done."""
         with self.lock:
-            image.deadline = max(image.deadline, deadline)
+            image.deadline, image.due = max(image.deadline, deadline), inf
             work = image.work
             if image.final or work is None or work.running or work.queued:
                 return None
@@ -146,12 +157,12 @@ class Worker:
 
     # --- in the caller's thread ----------------------------------------------------------------------------------
 
-    def run_here(self, image: ImageWork, work: Work, promise: Promise) -> bool:
+    def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
-        overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait."""
+        overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait until it is due."""
         if not self.engine_lock.acquire(blocking=False):
             work.running = False
-            self.submit(work)
+            self.leave(image, work, promise, due)
             return False
         turn = True
         try:
@@ -172,8 +183,14 @@ class Worker:
                     else:
                         self.park(work)
         if not turn:
-            self.submit(work)
+            self.leave(image, work, promise, due)
         return turn
+
+    def leave(self, image: ImageWork, work: Work, promise: Promise, due: float) -> None:
+        """Let the thread go on with what a caller did not run itself."""
+        image.due = due
+        image.deadline = min(image.deadline, due if image.best[0] else promise.patient(due, image.deadline))
+        self.submit(work)
 
     def stages_here(self, image: ImageWork, work: Work, promise: Promise) -> bool:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
@@ -207,6 +224,8 @@ class Worker:
             done = self.advance(work, stage)
             self.guard.off()
             image.waited += self.wait[0]
+            if not done and self.fresh and image.deadline > self.clock():  # stage 1 for everybody first
+                return image.final
             if not done:
                 pace.gave_up(stage, self.clock() - began, straight, self.wait)
                 break
@@ -272,7 +291,7 @@ class Worker:
     def park(self, work: Work) -> None:
         """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
         for image in work.images:
-            self.remember(image, self.clock())
+            remember(image, self.clock(), self.recent)
         if work.rest() and work.state is not None:
             self.parked.append((weakref.ref(work), len(work.x)))
             self.parked_images += len(work.x)
@@ -353,57 +372,27 @@ class Worker:
                 work.state = self.engine.take(work.state, work.pick)
             work.pick = None
             began, before = self.clock(), self.processor.waited()
+            if stage > 1:
+                self.busy_until = began + self.pace.predict(stage, len(work.images), straight)
+                self.make_room()
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
             self.wait = self.waited(before)
+            if straight:
+                work.forget()  # what was begun at once is begun anew, perhaps by stage 1
             return False
         except Exception as error:
             for image in work.images:
                 image.fail(error)
             return False
+        finally:
+            self.busy_until = -inf
         now, self.wait = self.clock(), self.waited(before)
         self.pace.observe(stage, now - began, len(work.images), straight, self.wait)
         work.done = stage
-        self.publish(work.images, stage, logits, now)
+        publish(work.images, stage, stage == self.engine.stages, logits, now, self.recent)
         return True
 
     def waited(self, before: Wait) -> Wait:
         """For a processor, since then. An engine that cannot be stopped works elsewhere: this thread only waits for it."""
         return self.processor.since(before) if self.engine.stops else CALM
-
-    def publish(self, images: Sequence[ImageWork], stage: int, logits: Floats, now: float) -> None:
-        last = stage == self.engine.stages
-        numbers = np.isfinite(logits.reshape(len(logits), -1).max(axis=1))
-        sure = None
-        if not last and any(image.thresholds for image in images):
-            sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)
-        for index, image in enumerate(images):
-            if image.final or stage <= image.best[0]:
-                continue  # an earlier stage again, after its state had to go
-            if not numbers[index]:
-                image.fail(
-                    ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image")
-                )
-                continue
-            image.best = (stage, logits[index])
-            if last or (sure is not None and image.thresholds and sure[index] >= image.thresholds[stage - 1]):
-                image.final, image.work = True, None
-            if image.trail is not None:
-                done = image.trail.done
-                done.extend(
-                    [now - image.trail.began] * (stage - len(done))
-                )  # who has stage s does not wait for those before
-                if image.final:
-                    self.remember(image, now)
-            if image.listeners:  # last: who is told finds everything written down
-                image.tell(News(image, stage, logits[index], image.final, now))
-
-    def remember(self, image: ImageWork, now: float) -> None:
-        """A question's first time is over: how it went until somebody looked is for forecasts. Later stages do not count, not
-        even when they were done: of those only the fast ones are, the others are called off, and so they would all look
-        faster than they are."""
-        trail, image.trail = image.trail, None
-        if trail is not None and trail.counts:
-            ended = min(now, image.deadline) - trail.began
-            if ended > 0:  # who has no time at all tells nothing of it
-                self.recent.add([at for at in trail.done if at <= ended], ended, trail.slowdown, trail.first)

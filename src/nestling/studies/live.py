@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.nets import NestedNet, build
+from nestling.recipes.recipe import NetworkRecipe
 from nestling.runs.open import OpenedRun, resolve
 from nestling.runtime.chooser import Chooser
 from nestling.runtime.engine import Floats
@@ -118,12 +119,20 @@ def open_rivals(run: OpenedRun, runtime: Runtime, against: Sequence[str]) -> Cho
     """The runs that were named, or untrained independent nets of each stage's size: they take as long as trained ones."""
     if against:
         return Chooser(list(against), device="cpu", threads=1)
-    recipe = replace(run.recipe.network, ensemble=False, early=(), keep="", early_from="")
     shape, classes = runtime.spec.shape, len(runtime.spec.classes)
-    nets: list[NestedNet] = [
-        build(replace(recipe, alone=stage), classes, shape).eval() for stage in range(1, runtime.spec.stages + 1)
-    ]
+    recipes = [independent(run.recipe.network, stage) for stage in range(1, runtime.spec.stages + 1)]
+    nets: list[NestedNet] = [build(recipe, classes, shape).eval() for recipe in recipes]
     return Chooser(nets, device="cpu", threads=1, spec=replace(runtime.spec, errors=()))
+
+
+def independent(recipe: NetworkRecipe, stage: int) -> NetworkRecipe:
+    """A net of a stage's size by itself. Stages before a kept network have widths of their own."""
+    plain = replace(recipe.without_early(), ensemble=False)
+    if not recipe.early_widths or stage > len(recipe.early):
+        return replace(plain, alone=stage)
+    share = sum(recipe.early[:stage]) / sum(recipe.early)
+    widths = tuple(round(width * share) for width in recipe.early_widths)
+    return replace(plain, widths=widths, alone=len(recipe.early) + 1)
 
 
 def made_up(spec: Spec) -> Any:

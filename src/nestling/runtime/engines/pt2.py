@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.export.manifest import Manifest, read_graph
+from nestling.export.manifest import Manifest, read_known
 from nestling.runtime.engine import Floats, Stop
 
 
@@ -49,4 +49,4 @@ class Pt2Engine:
 
 def open_engine(folder: Path, manifest: Manifest) -> Pt2Engine:
     """Read stages back that were just written."""
-    return Pt2Engine([torch.export.load(io.BytesIO(read_graph(folder, s))) for s in manifest.stages], manifest)
+    return Pt2Engine([torch.export.load(io.BytesIO(read_known(folder, s))) for s in manifest.stages], manifest)
