@@ -138,3 +138,9 @@ def cpu_seconds(root: int) -> float:
             family.add(number)
             total += taken[number]
     return total
+
+
+def add_run(file: Path, found: dict[str, Any]) -> None:
+    """One more run in a file of results."""
+    runs = json.loads(file.read_text())["runs"] if file.is_file() else []
+    file.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")

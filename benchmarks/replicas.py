@@ -1,11 +1,12 @@
 """Replicas on Ray Serve under open-loop load: what they answer, what an answer costs, and what a replica that is killed costs.
 
     python benchmarks/replicas.py --json results/replicas-cpu.json
+    python benchmarks/replicas.py --proxy haproxy --json results/replicas-cpu.json
 
-Servers are `nestling serve --on ray` with one and two replicas; clients, proxy and replicas share this machine. Arrivals are
-Poisson, latency counts from the time at which a request was meant to be sent. Processor time is that of the proxy's and the
-replicas' processes. killed: two replicas, one killed with -9 half-way; clients try again where the proxy says 5xx or closes. In
-flight there: whose first try failed.
+Servers are `nestling serve --on ray` with one and two replicas behind Ray's proxies or HAProxy; clients, proxy and replicas
+share this machine. Arrivals are Poisson, latency counts from the time at which a request was meant to be sent. Processor time is
+that of the proxy's and the replicas' processes. killed: two replicas, one killed with -9 half-way; clients try again where the
+proxy says 5xx or closes. In flight there: whose first try failed.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from load import Clients, Sent
+from load import Clients, Sent, add_run
 from serve import NAME, summary
 
 from nestling.export.spec import Spec
@@ -32,14 +33,19 @@ from nestling.runs.provenance import provenance
 from nestling.runtime.runtime import Runtime
 
 TRIES = 8
-KINDS = {"replicas": b"ray::ServeReplica:nestling", "proxy": b"ray::ProxyActor"}  # as Ray names its processes
+KINDS = {  # as Ray names its processes
+    "replicas": (b"ray::ServeReplica:nestling",),
+    "proxy": (b"ray::ProxyActor", b"ray::HAProxyManager"),
+}
+HAPROXY = b"/haproxy\0-db\0"
 
 
 def processes(kind: str) -> list[int]:
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if file.read_bytes().startswith(KINDS[kind]):
+            line = file.read_bytes()
+            if line.startswith(KINDS[kind]) or (kind == "proxy" and HAPROXY in line):
                 found.append(int(file.parent.name))
         except OSError:
             continue
@@ -58,12 +64,12 @@ def cpu(pids: Sequence[int]) -> float:
 class OnRay:
     """`nestling serve --on ray` in a process of its own."""
 
-    def __init__(self, replicas: int, most: int = 0) -> None:
+    def __init__(self, replicas: int, proxy: str, most: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
         words = ["serve", f"net={NAME}", "--on", "ray", "--replicas", str(replicas), "--port", str(self.port)]
-        words += ["--most-replicas", str(most)]
+        words += ["--most-replicas", str(most), "--proxy", proxy]
         self.process = subprocess.Popen([sys.executable, "-m", "nestling", *words], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -95,10 +101,12 @@ class Trying(Clients):
         self.tries.append(tries)
 
 
-def measure(replicas: int, rates: Sequence[float], seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+def measure(
+    replicas: int, proxy: str, rates: Sequence[float], seconds: float, deadline: float, sample: Any
+) -> dict[str, Any]:
     """Rates one after the other, then as many requests as a few clients get answered in full."""
     images, labels, errors = sample
-    server, found = OnRay(replicas), dict[str, Any]()
+    server, found = OnRay(replicas, proxy), dict[str, Any]()
     pids = {kind: processes(kind) for kind in KINDS}
     assert len(pids["replicas"]) == replicas and pids["proxy"]
 
@@ -127,10 +135,10 @@ def measure(replicas: int, rates: Sequence[float], seconds: float, deadline: flo
     return found
 
 
-def killed(rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
     """Two replicas; one is killed half-way."""
     images, labels, errors = sample
-    server = OnRay(2)
+    server = OnRay(2, proxy)
     victim = processes("replicas")[0]
     clients = Trying(server.port, images, deadline, "UINT8")
 
@@ -172,10 +180,10 @@ def killed(rate: float, seconds: float, deadline: float, sample: Any) -> dict[st
     return found
 
 
-def scaled(rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
+def scaled(proxy: str, rate: float, seconds: float, deadline: float, sample: Any) -> dict[str, Any]:
     """One replica, and too much for it: how long until there are two, and what that changes."""
     images, labels, errors = sample
-    server, when = OnRay(1, 2), list[float]()
+    server, when = OnRay(1, proxy, 2), list[float]()
     clients = Clients(server.port, images, deadline, "UINT8")
 
     async def load() -> tuple[list[Sent], list[Sent]]:
@@ -212,6 +220,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--kill-rate", type=float, default=40.0, help="0: nothing is killed")
     parser.add_argument("--kill-deadline", type=float, default=0.2)
+    parser.add_argument("--kills", type=int, default=3, help="how often, each with a server of its own")
+    parser.add_argument("--proxy", choices=["ray", "haproxy"], default="ray")
     parser.add_argument("--scale-rate", type=float, default=150.0, help="0: nothing is added")
     parser.add_argument("--json", default="", help="a file to which the run is added")
     options = parser.parse_args()
@@ -221,18 +231,19 @@ def main() -> None:
     sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)
     found: dict[str, Any] = {"conditions": vars(options)}
     found["replicas"] = {
-        str(count): measure(count, options.rates, options.seconds, options.deadline, sample)
+        str(count): measure(count, options.proxy, options.rates, options.seconds, options.deadline, sample)
         for count in options.replicas
     }
     if options.kill_rate:
-        found["killed"] = killed(options.kill_rate, 2 * options.seconds, options.kill_deadline, sample)
+        found["killed"] = [
+            killed(options.proxy, options.kill_rate, 3 * options.seconds, options.kill_deadline, sample)
+            for _ in range(options.kills)
+        ]
     if options.scale_rate:
-        found["scaled"] = scaled(options.scale_rate, options.seconds, options.deadline, sample)
+        found["scaled"] = scaled(options.proxy, options.scale_rate, options.seconds, options.deadline, sample)
     found["provenance"] = provenance(" ".join(sys.argv), "cpu", time.time)
     if options.json:
-        file = Path(options.json)
-        runs = json.loads(file.read_text())["runs"] if file.is_file() else []
-        file.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")
+        add_run(Path(options.json), found)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from load import Clients, Sent, cpu_seconds
+from load import Clients, Sent, add_run, cpu_seconds
 
 from nestling.commands.serve import SWITCHING
 from nestling.nets import build
@@ -288,9 +288,7 @@ def main() -> None:
         return
     found = measure(options.seconds, options.deadline, options.contenders, options.ray)
     if options.json:
-        file = Path(options.json)
-        runs = json.loads(file.read_text())["runs"] if file.is_file() else []
-        file.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")
+        add_run(Path(options.json), found)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Very many requests to one server: its memory, threads and files are the same at the end as near the beginning.
 
-    python benchmarks/soak.py                                        (a million; an hour or two on two cores)
-    python benchmarks/soak.py --requests 100000 --json results/soak-cpu.json
+    python benchmarks/soak.py --json results/soak-cpu.json          (a million)
+    python benchmarks/soak.py --requests 100000
 
 The server is `nestling serve` in a process of its own. Requests come from a few clients, one after another, in turn as `KINDS`
-says: answered by a deadline, streamed, refined, refused, and left by their client. A sample is taken every hundredth of the way.
+says: answered by deadlines that mostly cut stages off, over HTTP and gRPC, as pictures, streamed, refined, refused, and left by
+their client. A sample is taken every hundredth of the way.
 """
 
 import argparse
 import asyncio
 import contextlib
+import functools
+import io
 import json
 import random
 import signal
@@ -20,16 +23,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
-from load import Clients
+from load import Clients, request
+from PIL import Image
 
 from nestling.runs.open import stored_sample
 from nestling.runs.provenance import provenance
 from nestling.serve import timers
+from nestling.serve.messages import CLASSES
 
 NAME = "width-resnet42-cifar10"
-KINDS = {"plain": 0.80, "stream": 0.06, "refine": 0.06, "refused": 0.06, "left": 0.02}  # shares of all requests
-DEADLINE = 0.02
+KINDS = {
+    "plain": 0.72, "grpc": 0.06, "picture": 0.04, "stream": 0.04, "refine": 0.06, "refused": 0.06, "left": 0.02,
+}  # fmt: skip  # shares of all requests
+DEADLINES = (0.004, 0.006, 0.02)  # seconds: for stage 1, for two stages, for all
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+REFUSED = b'{"inputs": [{"name": "input", "shape": [1], "datatype": "FP32", "data": [7]}]}'
 SAMPLES = 100
 MORE = 8 * 2**20  # bytes by which the second half may be above the first: pages that the allocator had not touched
 
@@ -37,36 +47,53 @@ MORE = 8 * 2**20  # bytes by which the second half may be above the first: pages
 class Soaked(Clients):
     """Clients that do what the kinds say."""
 
-    def __init__(self, port: int, images: np.ndarray) -> None:
-        super().__init__(port, images, DEADLINE, "UINT8")
-        self.found: Counter[str] = Counter()
+    def __init__(self, port: int, grpc_port: int, images: np.ndarray) -> None:
+        super().__init__(port, images, None, "UINT8")
+        self.requests = [
+            request(image, DEADLINES[number % len(DEADLINES)], "UINT8") for number, image in enumerate(images)
+        ]
+        self.message, file, self.found = message(images[0]), io.BytesIO(), Counter[str]()
+        Image.fromarray(images[0].transpose(1, 2, 0)).resize((160, 120)).save(file, "JPEG")
+        self.picture, self.channel = file.getvalue(), grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}")
+        self.infer = self.channel.unary_unary(INFER)
 
     async def one(self, kind: str, image: int) -> None:
-        if kind == "plain":
-            self.found[f"plain {(await self.ask(image, 0.0)).status}"] += 1
-        elif kind == "left":
-            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            writer.write(self.requests[image])
-            await writer.drain()
-            writer.close()
-            self.found["left"] += 1
-        elif kind == "refused":
-            status, _ = await self.post(
-                {"inputs": [{"name": "input", "shape": [1], "datatype": "FP32", "data": [image]}]}
-            )
-            self.found[f"refused {status}"] += 1
-        elif kind == "stream":
-            status, said = await self.post(asked(), "Accept: text/event-stream\r\n")
-            self.found[f"stream {status}"] += b"data: " in said
-        else:
-            status, said = await self.post(asked(refine=True, prior=True, timeout=1))
-            token = json.loads(said)["parameters"].get("refine")
-            status, _ = await self.post({"parameters": {"refine": token}})
-            self.found[f"refine {status}"] += 1
+        self.found[f"{kind} {await getattr(self, f'ask_{kind}')(image)}"] += 1
 
-    async def post(self, asked: dict[str, Any], more: str = "") -> tuple[int, bytes]:
+    async def ask_plain(self, image: int) -> int:
+        return (await self.ask(image, 0.0)).status
+
+    async def ask_grpc(self, image: int) -> str:
+        try:
+            await self.infer(self.message, timeout=DEADLINES[image % len(DEADLINES)])
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    async def ask_picture(self, image: int) -> int:
+        return (await self.post(self.picture, "Content-Type: image/jpeg\r\nNestling-Deadline-Ms: 20\r\n"))[0]
+
+    async def ask_left(self, image: int) -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(self.requests[image])
+        await writer.drain()
+        writer.close()
+        return "by its client"
+
+    async def ask_refused(self, image: int) -> int:
+        return (await self.post(REFUSED))[0]
+
+    async def ask_stream(self, image: int) -> str:
+        status, said = await self.post(asked(), "Accept: text/event-stream\r\n")
+        return f"{status}, {said.count(b'data: ')} stages"
+
+    async def ask_refine(self, image: int) -> int:
+        _, said = await self.post(asked(refine=True, prior=True, timeout=1))
+        token = json.loads(said)["parameters"].get("refine")
+        return (await self.post(json.dumps({"parameters": {"refine": token}}).encode()))[0]
+
+    async def post(self, body: bytes, more: str = "") -> tuple[int, bytes]:
         """On a connection of its own, until the server closes it."""
-        body = json.dumps(asked).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         head = f"POST /v2/models/net/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
@@ -75,16 +102,24 @@ class Soaked(Clients):
         return int(said[9:12]), said.partition(b"\r\n\r\n")[2]
 
 
-def asked(**parameters: Any) -> dict[str, Any]:
+@functools.cache
+def asked(**parameters: Any) -> bytes:
     tensor = {"name": "input", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [7] * 3072}
-    return {"inputs": [tensor], "parameters": parameters}
+    return json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+
+
+def message(image: np.ndarray) -> bytes:
+    """The same over gRPC."""
+    tensor = CLASSES["InferInputTensor"](name="input", datatype="UINT8", shape=[1, *image.shape])
+    found = CLASSES["ModelInferRequest"](model_name="net", inputs=[tensor], raw_input_contents=[image.tobytes()])
+    return bytes(found.SerializeToString())
 
 
 def sizes(pid: int) -> dict[str, int]:
     """What a process holds now."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
-        "bytes": 1024 * int(status["VmRSS"].split()[0]),
+        "bytes": 1024 * sum(int(status[name].split()[0]) for name in ("RssAnon", "VmSwap")),  # not pages of files
         "threads": int(status["Threads"]),
         "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
     }
@@ -102,8 +137,10 @@ def flat(samples: list[dict[str, int]]) -> dict[str, bool]:
     return {what: most(what, second) <= most(what, first) + more for what, more in allowed.items()}
 
 
-async def soak(port: int, pid: int, requests: int, at_a_time: int) -> tuple[list[dict[str, int]], Counter[str]]:
-    clients, chance, samples, done = Soaked(port, stored_sample("cifar10")["images"].numpy()), random.Random(0), [], 0
+async def soak(
+    ports: tuple[int, int], pid: int, requests: int, at_a_time: int
+) -> tuple[list[dict[str, int]], Counter[str]]:
+    clients, chance, samples, done = Soaked(*ports, stored_sample("cifar10")["images"].numpy()), random.Random(0), [], 0
 
     async def client() -> None:
         nonlocal done
@@ -117,13 +154,14 @@ async def soak(port: int, pid: int, requests: int, at_a_time: int) -> tuple[list
 
     await asyncio.gather(*(client() for _ in range(at_a_time)))
     clients.close()
+    await clients.channel.close()
     return samples, clients.found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--clients", type=int, default=4, help="that ask at a time")
+    parser.add_argument("--clients", type=int, default=8, help="that ask at a time")
     parser.add_argument("--json", default="", help="write the samples here")
     options = parser.parse_args()
     command = [sys.executable, "-m", "nestling", "serve", f"net={NAME}", "--port", "0", "--grpc-port", "0"]
@@ -132,15 +170,16 @@ def main() -> None:
         assert server.stderr is not None
         ready = json.loads(server.stderr.readline())
         began = time.monotonic()
-        port = int(ready["http"].rpartition(":")[2])
-        samples, found = timers.run(soak(port, server.pid, options.requests, options.clients))
+        ports = int(ready["http"].rpartition(":")[2]), int(ready["grpc"].rpartition(":")[2])
+        samples, found = timers.run(soak(ports, server.pid, options.requests, options.clients))
         took = time.monotonic() - began
         server.send_signal(signal.SIGTERM)
         ended = server.wait(30)
     finally:
         with contextlib.suppress(OSError):
             server.kill()
-    report = {"requests": options.requests, "seconds": round(took), "flat": flat(samples), "ended": ended,
+    speed = {"seconds": round(took), "a_second": round(options.requests / took)}
+    report = {"requests": options.requests, **speed, "flat": flat(samples), "ended": ended,
               "found": dict(sorted(found.items())), "samples": samples}  # fmt: skip
     print(json.dumps({**report, "samples": len(samples)}, indent=1))
     if options.json:

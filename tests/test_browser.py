@@ -47,7 +47,7 @@ def test_the_papers_figures_show_every_stage_of_every_table(browser: Any, tmp_pa
     pictures = watched.page.evaluate("[...document.querySelectorAll('.picture')].map(each => each.clientWidth)")
     assert len(pictures) == 3 and min(pictures) > 1000
     names = watched.page.evaluate("[...document.querySelectorAll('section')].map(each => each.id)")
-    assert names == ["coverage", "claims", "tradeoff", "deadlines", "priorities", "tables", "missing"]
+    assert names == ["coverage", "claims", "tradeoff", "deadlines", "priorities", "tables", "tiny", "missing"]
     assert watched.complaints == []
     watched.context.close()
 

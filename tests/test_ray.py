@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_sweep import GRID, assert_same, base, holder, started, wait_until, wor
 
 from nestling.commands import cli
 from nestling.errors import NestlingError
+from nestling.recipes.recipe import override
 from nestling.runs.folder import RunDir
 from nestling.runs.ray import findable
 from nestling.studies.paper.results import read_results
@@ -38,7 +40,6 @@ def away(settings: list[str], path: Path, **changes: Any) -> Any:
     from dataclasses import asdict
 
     from nestling import __version__
-    from nestling.recipes.recipe import override
 
     recipe = asdict(override(base(), settings))
     task = {"recipe": recipe, "path": str(path), "command": "x", "threads": 1, "version": __version__}
@@ -63,6 +64,25 @@ def test_files_come_home_after_every_epoch_and_another_node_goes_on_with_them(tm
 def test_a_node_says_what_is_wrong(tmp_path: Path) -> None:
     assert "became nan" in list(away(["train.lr=1e30"], tmp_path / "run"))[-1]["error"]
     assert "nestling is 0.0.0 here" in list(away([], tmp_path / "run", version="0.0.0"))[-1]["error"]
+
+
+def test_a_run_takes_its_share_of_a_gpu_and_none_where_it_trains_on_a_cpu(tmp_path: Path) -> None:
+    """Of two GPUs, each for three runs; Ray is only asked."""
+    asked: list[dict[str, Any]] = []
+
+    def options(**given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(remote=lambda *_: object())
+
+    place = object.__new__(cluster.Cluster)
+    place.ray = SimpleNamespace(cluster_resources=lambda: {"GPU": 2.0, "CPU": 16.0})
+    place.task, place.beside, place.gpus, place.at_work = SimpleNamespace(options=options), 3, True, {}
+    assert place.slots() == 6
+    for device in ("auto", "cpu"):
+        one = SweepRun(device, override(base(), [f"train.device={device}"]), RunDir(tmp_path / device))
+        place.start(one, "x")
+        one.run.release()
+    assert asked[0]["num_gpus"] == 1 / 3 and asked[0]["num_cpus"] == 1 and "num_gpus" not in asked[1]
 
 
 def test_where_ray_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

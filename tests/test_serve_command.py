@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -198,6 +199,98 @@ def test_sigterm_under_load_answers_everybody_and_ends_within_the_longest_deadli
         each.join(60)
     assert set(answered) <= {200, 503, 504}, "answered, or told to ask another one"
     assert server.event("ended")["time"] - server.event("ending")["time"] < 3 + 2
+
+
+def slow_reader(address: str) -> socket.socket:
+    """Asks for very many streams on one connection, and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((address.split(":")[0], int(address.split(":")[1])))
+    connection.sendall(
+        (request_head(f"Accept: text/event-stream\r\nContent-Length: {len(infer_json())}") + infer_json()) * 20
+    )
+    return connection
+
+
+def request_head(more: str) -> bytes:
+    return f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: x\r\n{more}\r\n\r\n".encode()
+
+
+def test_sigterm_ends_within_the_longest_deadline_whoever_is_slow(start: Callable[..., Process]) -> None:
+    """Half a head, half a body, streams that nobody reads, gRPC streams that are open, idle and not read, and load."""
+    import grpc
+    from test_serve_memory import message
+
+    server = start(NAME, "--longest", "3")
+    host, port = server.address.split(":")
+    half_sent = [request_head("Content-Length: 9000") + b"{", request_head("Content-Length: 9000")[:40]]
+    slow = [slow_reader(server.address) for _ in range(3)]
+    for sent in half_sent:
+        slow.append(socket.create_connection((host, int(port))))
+        slow[-1].sendall(sent)
+    asking = threading.Event()
+
+    def idle() -> Iterator[bytes]:
+        yield message()
+        asking.wait(60)
+
+    channel = grpc.insecure_channel(server.ready["grpc"])
+    stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    calls = [stream(idle()), stream(message() for _ in range(200))]
+    next(calls[0])
+    answered: list[int] = []
+
+    def client() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            while True:
+                answered.append(server.ask(infer_json())[0])
+
+    clients = [threading.Thread(target=client) for _ in range(3)]
+    for each in clients:
+        each.start()
+    while len(answered) < 5:
+        time.sleep(0.01)
+    assert server.end() == 0
+    asking.set()
+    for each in clients:
+        each.join(60)
+    for connection in slow:
+        connection.close()
+    channel.close()
+    assert set(answered) <= {200, 503, 504} and not any(each["event"] == "forced" for each in server.said)
+    assert server.event("ended")["time"] - server.event("ending")["time"] < 3 + 2
+
+
+def test_nobody_reads_what_it_says_and_it_answers_and_ends() -> None:
+    command = [sys.executable, "-m", "nestling", "serve", NAME, "--port", "0", "--grpc-port", "-1", "--log-requests"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stderr is not None
+        address = json.loads(process.stderr.readline())["http"].split("//")[1]
+        connection = http.client.HTTPConnection(address, timeout=20)
+        for _ in range(1000):  # 150 bytes each; a pipe holds 64 KiB
+            connection.request("POST", f"/v2/models/{NAME}/infer", infer_json(parameters={"timeout": 1}))
+            reply = connection.getresponse()
+            assert reply.read() and reply.status in (200, 504)
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+HANGS = """
+import sys, time, asyncio
+from nestling.serve.ending import LastResort, told_to_end
+with LastResort(0.2, lambda event: print(event["event"], flush=True)) as last, told_to_end(last.begin):
+    async def hang():
+        print("ready", flush=True)
+        time.sleep(60)
+    asyncio.run(hang())
+"""
+
+
+def test_a_loop_that_hangs_is_ended_by_sigterm() -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(20) == 1 and process.stdout.read() == "forced\n"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,22 @@ class Opened:
             place,
         )
 
+    def all_stages(self) -> None:
+        """Until the page shows an answer of all three: beside other programs 199 ms may be too short, and it is asked again."""
+        third = self.page.locator("#stages li").nth(2)
+        for _ in range(10):
+            try:
+                return third.wait_for(timeout=3_000)
+            except Exception as error:  # playwright's, which may not be installed
+                if type(error).__name__ != "TimeoutError":
+                    raise
+                self.deadline(100)
+        raise AssertionError(f"never three stages; the page says {self.page.locator('#verdict').inner_text()!r}")
+
+    def unexpected(self) -> list[str]:
+        """What it complained about, but for a question that came too late."""
+        return [text for text in self.complaints if "504" not in text]
+
 
 @pytest.fixture
 def opened(browser: Any, address: str) -> Iterator[Any]:
@@ -88,7 +104,7 @@ def test_a_picture_chosen_by_keyboard_is_answered_stage_by_stage(opened: Any, ad
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.parentElement.id") == "samples"
     page.keyboard.press("Enter")
-    page.locator("#stages li").nth(2).wait_for(timeout=30_000)
+    found.all_stages()
     titles = page.locator("#stages strong").all_inner_texts()
     assert [title.split(" ")[1] for title in titles] == ["1", "2", "3"]
     times = [float(title.split("after ")[1].split(" ms")[0]) for title in titles]
@@ -97,7 +113,7 @@ def test_a_picture_chosen_by_keyboard_is_answered_stage_by_stage(opened: Any, ad
     assert page.locator("#stages .bar").count() == 9
     assert "had said nothing before" in page.locator("#ordinary").inner_text()
     assert all(url.startswith((address, "data:", "blob:")) for url in found.asked), "nothing comes from elsewhere"
-    assert found.complaints == []
+    assert found.unexpected() == []
 
 
 def test_a_short_deadline_gives_fewer_stages_or_says_that_there_is_no_answer(opened: Any) -> None:
@@ -116,7 +132,7 @@ def test_own_pictures_from_disk_and_drawn(opened: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.png"
     Image.fromarray(np.full((64, 48, 3), 200, np.uint8)).save(file)
     found.page.locator("#file").set_input_files(str(file))
-    found.page.locator("#stages li").nth(2).wait_for(timeout=30_000)
+    found.all_stages()
     assert found.page.locator("#picture").get_attribute("alt") == "mine.png"
     found.page.locator("#draw").click()
     box = found.page.locator("#paper").bounding_box()
@@ -126,8 +142,8 @@ def test_own_pictures_from_disk_and_drawn(opened: Any, tmp_path: Path) -> None:
     found.page.mouse.up()
     found.page.locator("#take").click()
     found.page.locator("#picture[alt='Your own picture']").wait_for(timeout=30_000)
-    found.page.locator("#stages li").nth(2).wait_for(timeout=30_000)
-    assert found.complaints == []
+    found.all_stages()
+    assert found.unexpected() == []
 
 
 def test_the_switch_makes_load_that_the_chart_shows(opened: Any) -> None:

@@ -249,6 +249,8 @@ def test_tokens_hold_for_a_time_and_up_to_a_size() -> None:
         kept.take(tokens[2])
     assert kept.bytes == 0 and kept.put(tickets) == "", "too large to be kept"
     assert kept.put([Ticket(tickets[0].x, inf, final=True)]) == "", "nothing to refine"
+    kept.put([Ticket(np.zeros(1, np.float32), inf, running=True)])
+    assert kept.bytes == 10, "it will have a state in a moment"
     for wrong in (None, 7, "", ["a"]):
         with pytest.raises(NestlingError):
             kept.take(wrong)

@@ -4,24 +4,40 @@ What happens is told on stderr, one JSON document a line: what listens where, ne
 """
 
 import asyncio
+import contextlib
+import ctypes
 import gc
-import json
-import os
-import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nestling.errors import NestlingError
 
 if TYPE_CHECKING:
     from nestling.serve.listen import Place, Sockets
-    from nestling.serve.replicas import Replicated
     from nestling.serve.server import Server
+    from nestling.serve.service import Service
 
 SWITCHING = 0.0005  # seconds a thread may keep the interpreter while others want it
+PATIENCE = 5.0  # seconds beyond the longest deadline after which the end is forced
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Limits(NamedTuple):
+    """What each server gets, here or on Ray, as `command` says it."""
+
+    device: str
+    threads: int
+    room: int
+    memory_mb: int
+    body_mb: int
+    longest: float
+    token_file: str
+    log_requests: bool
+    traces: str
 
 
 def command(
@@ -45,6 +61,7 @@ def command(
     on: Literal["local", "ray"] = "local",
     replicas: int = 1,
     most_replicas: int = 0,
+    proxy: Literal["ray", "haproxy"] = "ray",
 ) -> dict[str, Any]:
     """Answer over HTTP and gRPC (Open Inference Protocol v2) by each request's deadline. Overload costs stages, not answers.
 
@@ -71,81 +88,112 @@ def command(
             addresses, only where --host is not this machine.
         replicas: how many, on Ray; each takes --threads cores, and with --device cuda a GPU.
         most_replicas: as many as are needed up to this, on Ray, by the share of requests that get less than their time allows.
+        proxy: before the replicas on Ray; ray: Ray's own, in Python; haproxy: faster (Linux), but it shows its statistics at all
+            addresses, ports 8404 and 9101, and has no TLS.
     """
     began = time.monotonic()
     if not longest > 0 or room < 1 or memory_mb < 1 or body_mb < 1 or reload < 0:
         raise NestlingError(f"found longest {longest}, room {room}, memory_mb {memory_mb}, body_mb {body_mb}, reload {reload}; "
                             "expected positive numbers (reload may be 0)")  # fmt: skip
+    check_extra()
+    from nestling.serve.listen import Place
+
+    place = Place(host, port, None if grpc_port < 0 else grpc_port, certificate, key)
+    limits = Limits(device, threads, room, memory_mb, body_mb, longest, token_file, log_requests, traces)
+    if on == "ray":
+        return serve_on_ray(networks, replicas, most_replicas, limits, place, proxy == "haproxy", began)
+    return serve_here(networks, limits, place, page, reload, began)
+
+
+def check_extra() -> None:
+    """What serving needs beyond nestling itself is installed."""
     try:
-        from nestling.serve.http import application
-        from nestling.serve.listen import Place, Sockets
-        from nestling.serve.service import Service, read_token
-        from nestling.serve.timers import run
-        from nestling.serve.traces import exported
-        from nestling.serve.trypage import TryPage
+        from nestling.serve import listen, trypage  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("nestling"):
             raise
         raise NestlingError(f"serving needs {error.name}; run: pip install 'nestling[serve]'") from error
+
+
+def serve_here(
+    networks: tuple[str, ...], limits: Limits, place: "Place", page: bool, reload: float, began: float
+) -> dict[str, Any]:
+    """In this process, until SIGTERM or Ctrl-C."""
+    from nestling.serve.ending import LastResort
+    from nestling.serve.journal import Journal
     from nestling.serve.server import Server, split
+    from nestling.serve.service import Service, read_token
+    from nestling.serve.traces import exported
 
-    place = Place(host, port, None if grpc_port < 0 else grpc_port, certificate, key)
-    sources = split(networks)
-    if on == "ray":
-        from nestling.serve.replicas import Replicated
-
-        there = {name: Path(each).resolve() if Path(each).exists() else each for name, each in sources.items()}
-        what = Replicated(
-            tuple(f"{name}={each}" for name, each in there.items()), replicas, most_replicas, device, threads, room, memory_mb,
-            body_mb, longest, str(Path(token_file).resolve()) if token_file else "", log_requests, traces,
-        )  # fmt: skip
-        return live_on_ray(what, place, began)
-    token = read_token(token_file)
-    with Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server:
-        service = Service(
-            server,
-            log=say if log_requests else None,
-            token=token,
-            longest=longest,
-            most_bytes=body_mb * 2**20,
-            traces=exported(traces) if traces else None,
-        )
-        listener = Sockets(service, application(service, TryPage(service).routes() if page else ()), place)
-        sys.setswitchinterval(SWITCHING)
-        gc.collect()
-        gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again
+    device, threads, room, memory_mb, body_mb, longest, token_file, log_requests, traces = limits
+    sources, token = split(networks), read_token(token_file)
+    with (
+        Journal(sys.stderr) as journal,
+        LastResort(longest + PATIENCE, journal.say) as last,
+        Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server,
+    ):
+        log, spans = journal.say if log_requests else None, exported(traces) if traces else None
+        service = Service(server, None, log, token, longest, body_mb * 2**20, spans)
         try:
-            run(live(listener, server, reload, began))
+            listen(service, place, page, reload, began, journal.say, last.begin)
         finally:
-            if service.traces is not None:
-                service.traces.close()
-        return {"networks": list(sources), "seconds": time.monotonic() - began, "answered": service.metrics.count()}
+            if spans is not None:
+                spans.close()
+        seconds = time.monotonic() - began
+        return {"networks": list(sources), "seconds": seconds, "answered": service.metrics.count()}
 
 
-def live_on_ray(what: "Replicated", place: "Place", began: float) -> dict[str, Any]:
-    """Until SIGTERM or Ctrl-C."""
-    from nestling.serve.replicas import running
+def listen(
+    service: "Service", place: "Place", page: bool, reload: float, began: float, say: Tell, ending: Callable[[], None]
+) -> None:
+    """Until a signal comes; `ending` is called at once when it does."""
+    from nestling.serve.http import application
+    from nestling.serve.listen import Sockets
+    from nestling.serve.timers import run
+    from nestling.serve.trypage import TryPage
 
-    told = threading.Event()
-    before = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with running(what, place) as ports:
-            seconds = round(time.monotonic() - began, 2)
-            say(
-                {
-                    "event": "ready",
-                    **ports,
-                    "networks": list(what.networks),
-                    "replicas": what.replicas,
-                    "seconds": seconds,
-                }
-            )
+    listener = Sockets(service, application(service, TryPage(service).routes() if page else ()), place)
+    sys.setswitchinterval(SWITCHING)
+    gc.collect()
+    gc.freeze()  # what is there now stays: collecting garbage need not look at it again and again
+    give_back_memory()
+    run(live(listener, reload, began, say, ending))
+
+
+def give_back_memory() -> None:
+    """What opening the networks took beside them, more than a hundred MiB, which glibc keeps; elsewhere nothing."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def serve_on_ray(
+    networks: tuple[str, ...],
+    replicas: int,
+    most_replicas: int,
+    limits: Limits,
+    place: "Place",
+    haproxy: bool,
+    began: float,
+) -> dict[str, Any]:
+    """On a Ray cluster, until SIGTERM or Ctrl-C."""
+    from nestling.serve.ending import told_to_end
+    from nestling.serve.journal import Journal
+    from nestling.serve.replicas import Replicated, running
+    from nestling.serve.server import split
+
+    sources = split(networks).items()
+    there = tuple(f"{name}={Path(each).resolve() if Path(each).exists() else each}" for name, each in sources)
+    if limits.token_file:
+        limits = limits._replace(token_file=str(Path(limits.token_file).resolve()))
+    what, told = Replicated(there, replicas, most_replicas, *limits), threading.Event()
+    with Journal(sys.stderr) as journal, told_to_end(told.set):
+        with running(what, place, haproxy) as ports:
+            took = round(time.monotonic() - began, 2)
+            about = {"networks": list(what.networks), "replicas": what.replicas, "seconds": took}
+            journal.say({"event": "ready", **ports, **about})
             told.wait()
-            say({"event": "ending", "longest_s": what.longest})
-        say({"event": "ended"})
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            journal.say({"event": "ending", "longest_s": what.longest})
+        journal.say({"event": "ended"})
     return {"networks": list(what.networks), "seconds": time.monotonic() - began, "answered": None}
 
 
@@ -155,24 +203,27 @@ def show(result: dict[str, Any]) -> str:
     return f"answered {result['answered']} requests in {result['seconds']:.0f} s"
 
 
-async def live(listener: "Sockets", server: "Server", reload: float, began: float) -> None:
-    loop = asyncio.get_running_loop()
+async def live(listener: "Sockets", reload: float, began: float, say: Tell, ending: Callable[[], None]) -> None:
+    from nestling.serve.ending import told_to_end
 
-    def end(number: int) -> None:
-        if listener.service.ending:
-            os._exit(128 + number)  # twice: at once
+    loop, server = asyncio.get_running_loop(), listener.service.server
+
+    def end() -> None:
         say({"event": "ending", "longest_s": listener.service.longest})
         listener.end()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end, number)
-    watching = asyncio.ensure_future(watch(server, reload)) if reload else None
-    try:
-        await listener.run(lambda started: say(ready(started, server, began)))
-    finally:
-        if watching is not None:
-            watching.cancel()
-        say({"event": "ended"})
+    def tell() -> None:
+        ending()
+        loop.call_soon_threadsafe(end)
+
+    watching = asyncio.ensure_future(watch(server, reload, say)) if reload else None
+    with told_to_end(tell):
+        try:
+            await listener.run(lambda started: say(ready(started, server, began)))
+        finally:
+            if watching is not None:
+                watching.cancel()
+            say({"event": "ended"})
 
 
 def ready(listener: "Sockets", server: "Server", began: float) -> dict[str, Any]:
@@ -185,7 +236,7 @@ def ready(listener: "Sockets", server: "Server", began: float) -> dict[str, Any]
     return {**found, "networks": list(server.models), **took}
 
 
-async def watch(server: "Server", seconds: float) -> None:
+async def watch(server: "Server", seconds: float, say: Tell) -> None:
     """Open a network anew when its folder has changed, and has not changed again since the last look."""
     stamps = {name: model.stamp() for name, model in server.models.items()}
     changing: dict[str, Any] = {}
@@ -205,7 +256,3 @@ async def watch(server: "Server", seconds: float) -> None:
                 say({"event": "reloaded", "network": name})
             except (NestlingError, OSError) as error:
                 say({"event": "not reloaded", "network": name, "error": str(error)})
-
-
-def say(event: dict[str, Any]) -> None:
-    print(json.dumps({"time": round(time.time(), 3), **event}), file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from nestling.errors import NestlingError
 
-HANDED_ON = ("PYTHONPATH", "NESTLING_TOKEN")
+HANDED_ON = ("PYTHONPATH", "NESTLING_TOKEN", "RAY_SERVE_")  # what begins so
 
 
 def engine() -> Any:
@@ -31,5 +31,5 @@ def connect(ray: Any) -> bool:
 
 def findable() -> dict[str, Any]:
     """What processes on nodes are told of this one's environment."""
-    found = {name: os.environ[name] for name in HANDED_ON if os.environ.get(name)}
+    found = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON) and value}
     return {"env_vars": found} if found else {}

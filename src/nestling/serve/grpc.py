@@ -54,8 +54,11 @@ class Inference:
                     self.authorise(context)
                 return bytes((await method(parsed(f"{name}Request", raw), context)).SerializeToString())
             except Refusal as refusal:
-                await context.abort(getattr(grpc.StatusCode, refusal.reason.grpc), str(refusal))
-                raise  # abort has raised
+                status, said = getattr(grpc.StatusCode, refusal.reason.grpc), str(refusal)
+            await context.abort(
+                status, said
+            )  # raises; the library keeps that for a while, so not with all that led to it
+            raise AssertionError
 
         return call
 
@@ -99,10 +102,13 @@ class Inference:
 
     async def stream(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """Requests come, and the answers of every stage of each go back as they are done."""
+        said = ""
         try:
             self.authorise(context)
         except Refusal as refusal:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(refusal))
+            said = str(refusal)
+        if said:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, said)
         replies: asyncio.Queue[bytes] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         room = asyncio.Semaphore(AT_A_TIME)

@@ -178,7 +178,7 @@ class Infer:
             return from_json(body, headers.get(JSON_LENGTH), model)
         async with self.reading:
             try:
-                image = await asyncio.to_thread(fitted, body, model.spec.shape, MOST_PIXELS)
+                image = await asyncio.to_thread(fitted, body, model.spec.shape, MOST_PIXELS, model.spec.part)
             except Unreadable as error:
                 raise Refusal("wrong", f"the body cannot be read as a picture ({error})") from error
             except NestlingError as error:

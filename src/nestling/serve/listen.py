@@ -1,13 +1,14 @@
 """Sockets: a service behind HTTP and gRPC, in one event loop, until it is told to end.
 
-In: a Service and where to listen. Out: nothing, when it has ended: told to, it takes no new requests, answers those it has (none
-lasts longer than the longest deadline), and closes. Connections on which no whole request comes are closed after a while.
+In: a Service and where to listen. Out: nothing, when it has ended: told to, it takes no new requests, answers those it has, and
+closes; whoever has not sent or read everything by the longest deadline is let go. Connections on which no whole request comes are
+closed after a while.
 """
 
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nestling.serve.grpc import listening
 from nestling.serve.service import Service
 
 IDLE = 20.0  # seconds after which a connection without a whole request is closed
+LAST = 1.0  # seconds in which those go who were let go
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Sockets:
         config = uvicorn.Config(
             app, place.host, place.http, http=Patient, ws="none", lifespan="off", log_config=None, access_log=False,
             timeout_keep_alive=60, ssl_certfile=place.certificate or None, ssl_keyfile=place.key or None, loop="none",
-            timeout_graceful_shutdown=int(service.longest) + 2, server_header=False, date_header=False, backlog=2048,
+            server_header=False, date_header=False, backlog=2048,
         )  # fmt: skip
         try:
             config.load()
@@ -84,32 +86,38 @@ class Sockets:
             ) from error
         self.http = Quiet(config)
         self.ports: dict[str, int] = {}
+        self.told = asyncio.Event()  # to end
 
     async def run(self, started: Callable[["Sockets"], Any]) -> None:
         """Until `end` is called; `started` is told when everything listens."""
+        serving = asyncio.ensure_future(self.http.serve())
+        serving.add_done_callback(lambda _: self.told.set())
         try:
-            serving = asyncio.ensure_future(self.http.serve())
             while not self.http.started and not serving.done():
                 await asyncio.sleep(0.005)
             if not self.http.started:
                 serving.result()
                 raise NestlingError(f"cannot listen at {self.place.host}:{self.place.http}; is the port taken?")
             self.ports["http"] = self.http.servers[0].sockets[0].getsockname()[1]
-            async with self.also():
-                started(self)
-                beating = asyncio.ensure_future(self.service.way.beat())
-                with Promptly():  # the stages' thread would keep this one from the processor, a slice at a time
-                    await serving
-                beating.cancel()
+            rpc = await self.open_grpc()
+            started(self)
+            beating = asyncio.ensure_future(self.service.way.beat())
+            with Promptly():  # the stages' thread would keep this one from the processor, a slice at a time
+                await self.told.wait()
+                await self.drain([serving, *([asyncio.ensure_future(rpc.stop(self.service.longest))] if rpc else [])])
+            beating.cancel()
+            if serving.done():
+                serving.result()
         finally:
             self.service.ending = True
+            serving.cancel()
+            for server in getattr(self.http, "servers", ()):  # none where it could not begin
+                server.close()
 
-    @contextlib.asynccontextmanager
-    async def also(self) -> AsyncIterator[None]:
+    async def open_grpc(self) -> Any:
         """gRPC beside HTTP, where that was asked for."""
         if self.place.grpc is None:
-            yield
-            return
+            return None
         credentials = None
         if self.place.certificate:
             pair = Path(self.place.key).read_bytes(), Path(self.place.certificate).read_bytes()
@@ -118,17 +126,23 @@ class Sockets:
         try:
             server, self.ports["grpc"] = await listening(self.service, address, credentials)
         except RuntimeError as error:
-            self.end()
             raise NestlingError(f"cannot listen at {address}; is the port taken? ({error})") from error
-        try:
-            yield
-        finally:
-            await server.stop(self.service.longest)
+        return server
+
+    async def drain(self, endings: list[asyncio.Future[Any]]) -> None:
+        """Both protocols end at the same time: when everybody has been answered, or with the longest deadline, from which on
+        nothing can be answered in time any more."""
+        await asyncio.wait(endings, timeout=self.service.longest)
+        for connection in list(self.http.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait(endings, timeout=LAST)
+        for ending in endings:
+            ending.cancel()
 
     def end(self) -> None:
         """Take no more requests, answer those there are, and come back from `run`."""
-        self.service.ending = True
-        self.http.should_exit = True
+        self.service.ending = self.http.should_exit = True
+        self.told.set()
 
 
 class Quiet(uvicorn.Server):

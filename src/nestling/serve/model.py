@@ -141,9 +141,7 @@ class KeptAnswers:
 
     def put(self, tickets: Sequence[Ticket]) -> str:
         """Keep tickets, and the token for them; "" where they are too large to be kept or there is nothing to refine."""
-        size = sum(
-            ticket.beside * self.row_bytes if ticket.state is not None else int(ticket.x.nbytes) for ticket in tickets
-        )
+        size = sum(map(self.size, tickets))
         if size > self.most_bytes or all(ticket.final for ticket in tickets):
             return ""
         token = f"{self.keeper}.{secrets.token_urlsafe(16)}" if self.keeper else secrets.token_urlsafe(16)
@@ -151,6 +149,12 @@ class KeptAnswers:
         self.bytes += size
         self.purge()
         return token
+
+    def size(self, ticket: Ticket) -> int:
+        """Bytes that a ticket holds, or will when the stage is done in which it is."""
+        if ticket.running or ticket.state is not None:
+            return ticket.beside * self.row_bytes
+        return int(ticket.x.nbytes)
 
     def has(self, token: str) -> bool:
         self.purge()

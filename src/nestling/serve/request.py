@@ -18,7 +18,7 @@ from nestling.runtime.answer import Answer, told
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Floats
 from nestling.runtime.promise import Margin
-from nestling.serve.scheduler import CAUTION, Ticket
+from nestling.serve.scheduler import CAUTION, Ticket, tell_nobody
 from nestling.serve.stages import Stages
 
 LONGEST_SLEEP = 1e6  # seconds; a timer cannot hold every number
@@ -78,9 +78,13 @@ class ServedRequest:
         return self.before + sum(CAUTION * end <= self.due - self.began for end in ends)
 
     def leave(self) -> None:
-        """Stop working on it. What there is stays, and can be gone on with."""
+        """Stop working on it. What there is stays, and can be gone on with. Tickets do not know this request any more: else the
+        two would keep each other, and the states of their images, until garbage is collected."""
         if not self.over:
             self.stages.leave(self.tickets)
+        for ticket in self.tickets:
+            if ticket.tell == self.tell:
+                ticket.tell = tell_nobody
 
     def cancel(self) -> None:
         """The client has left: nobody waits any longer."""

@@ -35,6 +35,10 @@ class Full(Exception):
     """There is no room for more tickets now."""
 
 
+def tell_nobody() -> None:
+    """Of tickets that nobody waits for."""
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """One image on its way through the stages."""
@@ -42,7 +46,7 @@ class Ticket:
     x: Any  # the image, normalised, (1,C,H,W)
     deadline: float  # on the clock; inf = none
     confident: tuple[float, ...] = ()  # per stage: a probability that is sure enough to stop
-    tell: Callable[[], None] = lambda: None  # for whoever runs the stages: there is news of this ticket
+    tell: Callable[[], None] = tell_nobody  # for whoever runs the stages: there is news of this ticket
     best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
     trail: list[tuple[int, Floats, float]] | None = (
         None  # the same of every stage, and when; None = nobody wants to know
@@ -143,13 +147,15 @@ class Scheduler:
         """A batch went through its stage; the tickets of which there is news."""
         news = []
         for place, ticket in enumerate(batch.tickets):
-            ticket.running = False
             if self.learn(ticket, batch.stage, logits[place], now):
                 news.append(ticket)
             held = ticket.state is not None
-            ticket.state, ticket.place, ticket.beside, ticket.done = state, place, len(batch.tickets), batch.stage
+            if ticket.order >= 0 or len(batch.tickets) == 1:  # who has left would keep the states of all others
+                ticket.place, ticket.beside, ticket.done = place, len(batch.tickets), batch.stage
+                ticket.state = state
             if ticket.final:
                 ticket.state = None
+            ticket.running = False  # last: whoever reads that without a lock finds the state
             if ticket.order < 0:
                 continue
             self.holding += (ticket.state is not None) - held

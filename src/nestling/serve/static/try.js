@@ -109,7 +109,7 @@ async function ask(blob, alt) {
     $("verdict").className = "";
   } catch (error) {
     if (error.name === "AbortError" || mine !== asked) return;
-    $("verdict").textContent = error.message;
+    $("verdict").textContent = error.message.startsWith("no stage") ? `No answer: no stage was done by the deadline (${limit} ms).` : error.message;
     $("verdict").className = "bad";
   }
   const all = answer && answer.parameters.stage === model().sizes.length;
