@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nestling.commands.data import command
 from nestling.data import load
-from nestling.data.image_folder import MEAN, STD, FolderSplit
+from nestling.data.image_folder import MEAN, STD, FolderSplit, shown
 from nestling.data.picture_file import Unreadable, middle, random_part, read
 from nestling.errors import NestlingError
 from nestling.recipes.recipe import DataRecipe
@@ -134,7 +134,7 @@ def test_a_random_part_lies_inside_and_has_a_permitted_size_and_ratio(width: int
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 300))
 def test_the_middle_is_a_square_inside_around_the_centre(width: int, height: int, size: int) -> None:
-    left, top, right, bottom = middle(width, height, size)
+    left, top, right, bottom = middle(width, height, shown(size))
     assert left >= -1e-6 and right <= width + 1e-6 and top >= -1e-6 and bottom <= height + 1e-6
     assert (
         math.isclose(right - left, bottom - top)

@@ -202,3 +202,8 @@ def test_no_name_is_given_twice() -> None:
             classes.setdefault(name, set()).add(inside.as_posix())
     assert {name: homes for name, homes in files.items() if len(homes) > 1} == SHARED_FILES
     assert {name: homes for name, homes in classes.items() if len(homes) > 1} == SHARED_CLASSES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_has_at_most_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400

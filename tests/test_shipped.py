@@ -16,6 +16,8 @@ import nestling
 from nestling.commands import evaluate, export, predict, profile, report
 from nestling.commands.train import command as train_command
 from nestling.data import load
+from nestling.data.image_folder import shown
+from nestling.data.picture_file import fitted, read
 from nestling.errors import NestlingError
 from nestling.files import MANIFEST, RESULTS, WEIGHTS
 from nestling.recipes import named
@@ -23,10 +25,13 @@ from nestling.recipes.recipe import DataRecipe, override
 from nestling.runs.folder import SHIPPED, RunDir, shipped
 from nestling.runs.open import resolve
 from nestling.runs.ship import FIRST, ship
+from nestling.runtime.confidence import find_thresholds
+from nestling.runtime.portable import Portable
 from nestling.train import train
 
 NAMES = shipped()
-SIZE = 21_000_000  # bytes in shipped/: three networks and a thousand images
+SAMPLES = {"cifar10": FIRST, "tiny-imagenet": 200}  # images that come with us
+SIZE = 41_000_000  # bytes in shipped/: three networks and a thousand images of CIFAR-10, one and 200 of Tiny ImageNet
 
 
 def stamps() -> dict[Path, int]:
@@ -52,13 +57,13 @@ def test_a_network_loads_and_answers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluating_a_network_gives_what_its_card_says(name: str) -> None:
-    """`nestling evaluate` on the first thousand real test images, which are stored, on a CPU: exactly the card's errors."""
+    """`nestling evaluate` on the first real test images, which are stored, on a CPU: exactly the card's errors."""
     before = stamps()
     words = [sys.executable, "-m", "nestling", "evaluate", name, "--sample", "--json"]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     found, run = json.loads(done.stdout), resolve(name)
     card = run.results["sample"]
-    assert (found["n"], found["data"]) == (card["n"], run.recipe.data.name) == (1000, found["data"])
+    assert (found["n"], found["data"]) == (card["n"], run.recipe.data.name) == (SAMPLES[found["data"]], found["data"])
     assert [round(stage["error"], 6) for stage in found["stages"]] == card["errors"] == found["card"]
     assert [stage["size"] for stage in found["stages"]] == [stage["size"] for stage in run.results["stages"]]
     assert found["stored"] is False and stamps() == before
@@ -72,15 +77,17 @@ def test_a_network_stops_when_it_is_sure_and_loses_what_was_allowed(name: str) -
     said = run.outputs()
     wrong = (said["logits"].argmax(2) != said["labels"]).float().mean(1)
     promised = torch.tensor([stage["error"] for stage in run.results["stages"]])
-    torch.testing.assert_close(wrong, promised, rtol=0, atol=5e-4)  # kept in float16
+    chosen = len(said["labels"]) / run.results["n"]  # of all test images; outputs are kept in float16
+    torch.testing.assert_close(wrong, promised, rtol=0, atol=5e-4 if chosen == 1 else 0.04)
     x = next(iter(run.data(sample=True).test.batches(64)))[0]
     with nestling.Runtime(name, device="cpu") as runtime:
         found = runtime.stop_when_sure(0.005)
         chance = 2 * (2 * 0.05 / found.images) ** 0.5  # two deviations: one image in twenty differs, in both halves
         assert found.error <= found.last_error + 0.005 + chance, "judged on images that had no say"
-        assert found.cost < 0.8 and found.stopped[0] > 0.3
+        least = 0.3 if promised[0] < 0.1 else 0.02  # of 200 things few are told apart surely at once
+        assert found.cost < 1 - least / 2 and found.stopped[0] > least
         stages = [answer.stage for answer in runtime.answer_batch(x)]
-        assert len(set(stages)) > 1 and stages.count(1) > len(stages) * 0.3
+        assert len(set(stages)) > 1 and stages.count(1) > len(stages) * least
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,17 +124,18 @@ def test_a_report_is_written_of_a_network(name: str, tmp_path: Path) -> None:
 def test_the_stored_images_are_the_first_of_the_real_test_set(name: str) -> None:
     run = resolve(name)
     stored = run.data(sample=True).test
-    assert len(stored) == FIRST and stored.labels.unique().tolist() == list(range(10))
+    first, classes = len(stored), len(run.results["classes"])
+    assert first == SAMPLES[run.recipe.data.name] and len(stored.labels.unique()) > classes / 2
     shown = run.gallery()
     assert len(shown["images"]) >= 40 and torch.equal(shown["images"], stored.pictures(shown["indices"]))
-    assert torch.equal(run.outputs()["labels"][:FIRST], stored.labels)
+    assert torch.equal(run.outputs()["labels"][:first], stored.labels)
     try:
         real = load(DataRecipe(name=run.recipe.data.name))
     except NestlingError as error:
         pytest.skip(f"the real images are not here: {error}")
-    first = torch.arange(FIRST)
-    assert torch.equal(stored.pictures(first), real.test.pictures(first))
-    assert torch.equal(stored.labels, real.test.labels[first])
+    indices = torch.arange(first)
+    assert torch.equal(stored.pictures(indices), real.test.pictures(indices))
+    assert torch.equal(stored.labels, real.test.labels[indices])
 
 
 def test_what_comes_with_us_is_read_and_never_written() -> None:
@@ -209,11 +217,19 @@ def test_a_run_of_ones_own_is_evaluated_on_the_sample_and_keeps_its_results(tmp_
     assert run.read_json(RESULTS) == {}, "a copy is one's own"
 
 
-def test_a_network_is_exported_in_8_bits_where_its_data_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_is_exported_in_8_bits_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample that comes along is enough: what calibrates does not judge."""
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path))
-    with pytest.raises(NestlingError, match="nestling data cifar10"):
-        export.command(NAMES[0], int8=True, out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    result = export.command(NAMES[0], int8=True, out=str(tmp_path / "out"), images=100)
+    price = result["about"]["int8"]
+    assert (price["images"], price["calibration_images"]) == (100, 256) and "left out" in str(
+        export.show(result).caption
+    )
+    sample = resolve(NAMES[0]).data(sample=True).test
+    pictures, labels = sample.pictures(torch.arange(256, 356)).numpy(), sample.labels[256:356].tolist()
+    with nestling.Runtime(tmp_path / "out") as runtime:
+        wrong = sum(a.label != label for a, label in zip(runtime.answer_batch(pictures), labels, strict=True))
+    assert wrong / 100 == price["error_after"][-1] <= price["error_before"][-1] + 0.05
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
@@ -234,8 +250,10 @@ def test_exported_stages_answer_as_their_network_does(tmp_path: Path, monkeypatc
         assert exported.spec == run.spec and exported.device == "cpu"
         for mine, other in zip(exported.answer_batch(pictures), run.answer_batch(pictures), strict=True):
             np.testing.assert_allclose(mine.probabilities, other.probabilities, atol=1e-4)
-        with pytest.raises(NestlingError, match="pass confident"):
-            exported.stop_when_sure()
+        with Portable(folder) as portable:
+            each = [find_thresholds(runtime._held_out(), 0.005) for runtime in (run, exported, portable)]
+            assert each[0] == each[1] == each[2] and each[0].images == 5000
+            assert portable.stop_when_sure(0.005).thresholds == portable.thresholds
         name = run.answer(pictures[0]).name
     Image.fromarray(pictures[0].transpose(1, 2, 0)).save("one.png")
     [said] = predict.command(folder, ("one.png",))["images"]
@@ -252,3 +270,35 @@ def test_exported_stages_are_said_to_be_no_run(tmp_path: Path) -> None:
         NestlingError, match=r"holds exported stages, not a run; nestling predict and nestling.Runtime answer with"
     ):
         nestling.load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "least"), [("width-resnet42-cifar10", 87), ("width-resnet18-tiny-imagenet", 45)])
+def test_large_pictures_of_the_same_things_are_answered_nearly_as_well(name: str, least: int, tmp_path: Path) -> None:
+    """`nestling predict` on test images as JPEG files of 256 x 256: a network that saw whole pictures is shown whole ones."""
+    test, classes, files = resolve(name).data(sample=True).test, resolve(name).results["classes"], []
+    for index, pixels in enumerate(test.pictures(torch.arange(100)).numpy()):
+        files.append(str(tmp_path / f"{index}.jpg"))
+        large = Image.fromarray(pixels.transpose(1, 2, 0)).resize((256, 256), Image.Resampling.LANCZOS)
+        large.save(files[-1], quality=95)
+    said = [each["answer"]["class"] for each in predict.command(name, tuple(files))["images"]]
+    assert sum(word == classes[label] for word, label in zip(said, test.labels.tolist(), strict=False)) >= least
+
+
+def test_networks_of_folders_are_shown_the_part_that_evaluation_showed(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        for label in ("a", "b"):
+            (tmp_path / "pictures" / name / label).mkdir(parents=True)
+            for index in range(4):
+                pixels = np.random.default_rng(index).integers(0, 256, (40, 60, 3), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "pictures" / name / label / f"{index}.png")
+    root = tmp_path / "pictures"
+    changes = ["data.name=folder", f"data.root={root}", "data.size=32", "data.workers=0", "train.device=cpu"]
+    changes += ["train.epochs=1", "train.batch=4", "network.widths=4,8,16", "train.precision=float32"]
+    run = str(tmp_path / "run")
+    train(override(named("cifar10-width"), changes), run, quiet=True)
+    picture = root / "val" / "a" / "0.png"
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.spec.part == shown(32) == 32 / 37
+        np.testing.assert_array_equal(fitted(picture, (3, 32, 32), part=runtime.spec.part), read(picture, 32).numpy())
+    with nestling.Runtime(export.command(run, out=str(tmp_path / "export"))["folder"]) as exported:
+        assert exported.spec.part == shown(32)

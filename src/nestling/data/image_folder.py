@@ -161,6 +161,11 @@ def place(root: str) -> Path:
     return Path(root)
 
 
+def shown(size: int) -> float:
+    """How much of a picture's shorter side evaluation shows: the middle 224 of 256, or the same in proportion."""
+    return size / round(size * 256 / 224)
+
+
 def class_names(part: Path) -> tuple[str, ...]:
     """The class folders of one part, in alphabetical order: a class's number is its place there."""
     if not part.is_dir():

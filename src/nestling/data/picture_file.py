@@ -1,4 +1,5 @@
-"""One picture file as square uint8 pixels: a random part of it for training, its middle for evaluation and answers.
+"""One picture file as square uint8 pixels: a random part of it for training, its middle for evaluation and answers. How much of
+the middle follows the data that a network was evaluated on: all of it, or less, as is usual for ImageNet.
 
 Comes in: a path, a side length or shape, and for training a seed. Goes out: (C,size,size) uint8, or Unreadable. The
 seed alone decides what is cut out, so it does not matter which process reads the file. A file is opened only as
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from torch import Tensor
 
+from nestling.data.image_folder import shown
 from nestling.errors import NestlingError
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow knows more, and runs programs for some of them
 MOST_PIXELS = 2**26  # 67 million, a quarter of a gigabyte: a small file may hold far more
-MARGIN = 256 / 224  # evaluation shows the middle 224 of a shorter side of 256, or the same in proportion
-BILINEAR = Image.Resampling.BILINEAR
+BILINEAR, AREA = Image.Resampling.BILINEAR, Image.Resampling.BOX
 TURNS = {  # EXIF's number for how a camera was held -> what sets the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -41,7 +42,7 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     """The picture at path, size x size: without a seed its middle, with one a random part, perhaps mirrored."""
     image = load_rgb(path)  # as stored: EXIF is ignored, as by the loaders that ImageNet's numbers come from
     if seed is None:
-        square = centre(image, size)
+        square = image.resize((size, size), BILINEAR, box=middle(image.width, image.height, shown(size)))
     else:
         chance = random.Random(seed)
         square = image.resize((size, size), BILINEAR, box=random_part(image.width, image.height, chance))
@@ -50,14 +51,16 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
 
 
-def fitted(path: Path | str | bytes, shape: tuple[int, ...], most: int = MOST_PIXELS) -> NDArray[np.uint8]:
+def fitted(
+    path: Path | str | bytes, shape: tuple[int, ...], most: int = MOST_PIXELS, part: float = 1.0
+) -> NDArray[np.uint8]:
     """The picture at path, or in these bytes, as a network takes it, uint8 (C,H,W): set upright; as it is where it has the
-    network's size, else its middle, scaled. `most` pixels are read."""
+    network's size, else its middle, `part` of its shorter side, scaled. `most` pixels are read."""
     channels, height, width = shape if len(shape) == 3 else (0, 0, 0)
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
     image = load_rgb(path, upright=True, most=most)
-    square = image if image.size == (width, height) else centre(image, height)
+    square = image if image.size == (width, height) else scaled(image, height, part)
     pixels = np.array(square).transpose(2, 0, 1)
     if channels == 3:
         return np.ascontiguousarray(pixels)
@@ -102,14 +105,15 @@ def to_rgb(file: Image.Image) -> Image.Image:
     return file.convert("RGB")
 
 
-def centre(image: Image.Image, size: int) -> Image.Image:
-    """The middle of a picture, size x size."""
-    return image.resize((size, size), BILINEAR, box=middle(image.width, image.height, size))
+def scaled(image: Image.Image, size: int, part: float) -> Image.Image:
+    """The middle of a picture, size x size. Small pictures of whole scenes are means of areas, which keeps them sharper."""
+    way = AREA if part == 1 and min(image.size) > size else BILINEAR
+    return image.resize((size, size), way, box=middle(image.width, image.height, part))
 
 
-def middle(width: int, height: int, size: int) -> tuple[float, float, float, float]:
-    """The square (left, top, right, bottom) that resizing and a centre crop would show."""
-    side = min(width, height) * size / round(size * MARGIN)
+def middle(width: int, height: int, part: float) -> tuple[float, float, float, float]:
+    """The square (left, top, right, bottom) in the middle, part of the shorter side."""
+    side = min(width, height) * part
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 

@@ -2,7 +2,7 @@
 
 In: the folder of a run, or the name of a trained network that comes with nestling, which is a run's folder, too (in shipped/:
 convolutions and outputs in float16, results of the weights as they lie there). Out: an OpenedRun; what it is asked for is read
-then. Beside the shipped runs lie the first thousand test images of their data, so that they can be tried anywhere.
+then. Beside the shipped runs lie the first test images of their data, so that they can be tried anywhere.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ class OpenedRun(RunDir):
         return net.to(device).eval()
 
     def data(self, device: torch.device | str = "cpu", sample: bool = False) -> DataSet:
-        """The data it was trained on; as a `sample` only the first thousand test images, which come with nestling."""
+        """The data it was trained on; as a `sample` only its first test images, which come with nestling."""
         if not sample:
             found = load_data(self.recipe.data, device)
             names = () if found.classes else tuple(self.results.get("classes", ()))
@@ -155,7 +155,7 @@ def sample_file(data: str) -> Path:
 
 
 def stored_sample(data: str) -> dict[str, Tensor]:
-    """The first thousand test images of a data set (uint8) and their labels."""
+    """The first test images of a data set (uint8) and their labels: a thousand of CIFAR-10, 200 of Tiny ImageNet."""
     path = sample_file(data)
     if not path.is_file():
         raise NestlingError(f"no sample of {data} comes with nestling; use the whole test set instead")

@@ -1,8 +1,9 @@
 """Putting a finished run among those that come with nestling: `python -m nestling.runs.ship RUN NAME`.
 
 In: a run's folder and the data it was trained on. Out: shipped/NAME, a run's folder with its convolutions rounded to float16,
-and results, outputs and gallery of the weights as they are then, measured on a CPU. Its results also say what its stages
-err on the thousand images that come with nestling, and how long they took where the run was profiled.
+and results, outputs and gallery of the weights as they are then, measured on a CPU; of many classes, outputs for the first
+images only. Its results also say what its stages err on the images that come with nestling, and how long they took where the
+run was profiled.
 """
 
 import sys
@@ -15,9 +16,12 @@ from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, PROFILE, PROVENANCE, RECIPE, RESULTS, WEIGHTS
 from nestling.runs.evaluate import errors, evaluate, gallery
 from nestling.runs.folder import SHIPPED, RunDir
-from nestling.runs.open import OpenedRun, resolve, sample_file
+from nestling.runs.open import OpenedRun, resolve, sample_file, stored_sample
 
-FIRST = 1000  # test images of the sample
+FIRST = 1000  # test images of a sample, unless its file holds fewer
+NUMBERS = (
+    600_000  # logits that are kept: of three stages and ten classes all, of two hundred classes those of 1,000 images
+)
 CONDITIONS = ("device", "engine", "threads", "batch", "dtype", "repeats", "stages")
 
 
@@ -34,17 +38,22 @@ def ship(source: str, name: str, to: Path = SHIPPED) -> RunDir:
                 parameter.copy_(parameter.half())
     found, tensors = evaluate(net, data)
     logits, labels = tensors["logits"], tensors["labels"]
-    first = [round(float(error), 6) for error in errors(logits[:, :FIRST], labels[:FIRST])]
-    chosen = gallery(logits[:, :FIRST], labels[:FIRST])
-    pictures = {} if sample_file(data.name).is_file() else {"images": data.test.pictures(chosen)}
+    stored = sample_file(data.name).is_file()
+    sample = len(stored_sample(data.name)["labels"]) if stored else FIRST
+    first = [round(float(error), 6) for error in errors(logits[:, :sample], labels[:sample])]
+    chosen = gallery(logits[:, :sample], labels[:sample])
+    pictures = {} if stored else {"images": data.test.pictures(chosen)}
+    n = max(sample, NUMBERS // (len(logits) * len(data.classes)))
     made = RunDir.create(to / "new" / name)
     made.save_tensors(WEIGHTS, {k: v.half() if v.dim() == 4 else v for k, v in net.state_dict().items()})
     narrow = torch.uint8 if len(data.classes) <= 256 else torch.int16
-    made.save_tensors(OUTPUTS, {"logits": logits.half(), "labels": labels.to(narrow)})
+    made.save_tensors(OUTPUTS, {"logits": logits[:, :n].half(), "labels": labels[:n].to(narrow)})
     made.save_tensors(GALLERY, {"indices": chosen, **pictures})
     for file in (RECIPE, PROVENANCE):
         made.write_json(file, run.read_json(file))
-    made.write_json(RESULTS, {**found, "sample": {"n": FIRST, "errors": first}, "latency": latency(run)})
+    made.write_json(
+        RESULTS, {**found, "sample": {"n": min(sample, len(labels)), "errors": first}, "latency": latency(run)}
+    )
     made.path.rename(to / name)
     made.path.parent.rmdir()
     return RunDir(to / name)
