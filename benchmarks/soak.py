@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --json results/soak-cpu.json          (a million)
     python benchmarks/soak.py --requests 100000
+    python benchmarks/soak.py runs/digits --json results/soak-cpu.json     (a run's folder: pixels at random)
 
 The server is `nestling serve` in a process of its own. Requests come from a few clients, one after another, in turn as `KINDS`
 says: answered by deadlines that mostly cut stages off, over HTTP and gRPC, as pictures, streamed, refined, refused, and left by
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import random
 import signal
 import subprocess
@@ -28,7 +30,7 @@ import numpy as np
 from load import Clients, request
 from PIL import Image
 
-from nestling.runs.open import stored_sample
+from nestling.runs.open import resolve, stored_sample
 from nestling.runs.provenance import provenance
 from nestling.serve import timers
 from nestling.serve.messages import CLASSES
@@ -53,7 +55,8 @@ class Soaked(Clients):
             request(image, DEADLINES[number % len(DEADLINES)], "UINT8") for number, image in enumerate(images)
         ]
         self.message, file, self.found = message(images[0]), io.BytesIO(), Counter[str]()
-        Image.fromarray(images[0].transpose(1, 2, 0)).resize((160, 120)).save(file, "JPEG")
+        self.shape = images.shape[1:]
+        Image.fromarray(images[0].transpose(1, 2, 0).squeeze()).resize((160, 120)).save(file, "JPEG")
         self.picture, self.channel = file.getvalue(), grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}")
         self.infer = self.channel.unary_unary(INFER)
 
@@ -84,11 +87,11 @@ class Soaked(Clients):
         return (await self.post(REFUSED))[0]
 
     async def ask_stream(self, image: int) -> str:
-        status, said = await self.post(asked(), "Accept: text/event-stream\r\n")
+        status, said = await self.post(asked(self.shape), "Accept: text/event-stream\r\n")
         return f"{status}, {said.count(b'data: ')} stages"
 
     async def ask_refine(self, image: int) -> int:
-        _, said = await self.post(asked(refine=True, prior=True, timeout=1))
+        _, said = await self.post(asked(self.shape, refine=True, prior=True, timeout=1))
         token = json.loads(said)["parameters"].get("refine")
         return (await self.post(json.dumps({"parameters": {"refine": token}}).encode()))[0]
 
@@ -103,9 +106,17 @@ class Soaked(Clients):
 
 
 @functools.cache
-def asked(**parameters: Any) -> bytes:
-    tensor = {"name": "input", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [7] * 3072}
+def asked(shape: tuple[int, ...], **parameters: Any) -> bytes:
+    tensor = {"name": "input", "shape": [1, *shape], "datatype": "UINT8", "data": [7] * math.prod(shape)}
     return json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+
+
+def pictures(network: str) -> np.ndarray:
+    """Test images of the network that comes with us; for any other, pixels at random."""
+    if network == NAME:
+        return np.asarray(stored_sample("cifar10")["images"])
+    shape = resolve(network).known["shape"]
+    return np.random.default_rng(0).integers(0, 256, (64, *shape), dtype=np.uint8)
 
 
 def message(image: np.ndarray) -> bytes:
@@ -138,9 +149,9 @@ def flat(samples: list[dict[str, int]]) -> dict[str, bool]:
 
 
 async def soak(
-    ports: tuple[int, int], pid: int, requests: int, at_a_time: int
+    ports: tuple[int, int], pid: int, images: np.ndarray, requests: int, at_a_time: int
 ) -> tuple[list[dict[str, int]], Counter[str]]:
-    clients, chance, samples, done = Soaked(*ports, stored_sample("cifar10")["images"].numpy()), random.Random(0), [], 0
+    clients, chance, samples, done = Soaked(*ports, images), random.Random(0), [], 0
 
     async def client() -> None:
         nonlocal done
@@ -160,18 +171,20 @@ async def soak(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", nargs="?", default=NAME, help="one that comes with us, or a run's folder")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--clients", type=int, default=8, help="that ask at a time")
     parser.add_argument("--json", default="", help="write the samples here")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "nestling", "serve", f"net={NAME}", "--port", "0", "--grpc-port", "0"]
+    images = pictures(options.network)
+    command = [sys.executable, "-m", "nestling", "serve", f"net={options.network}", "--port", "0", "--grpc-port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
         ready = json.loads(server.stderr.readline())
         began = time.monotonic()
         ports = int(ready["http"].rpartition(":")[2]), int(ready["grpc"].rpartition(":")[2])
-        samples, found = timers.run(soak(ports, server.pid, options.requests, options.clients))
+        samples, found = timers.run(soak(ports, server.pid, images, options.requests, options.clients))
         took = time.monotonic() - began
         server.send_signal(signal.SIGTERM)
         ended = server.wait(30)
@@ -179,7 +192,7 @@ def main() -> None:
         with contextlib.suppress(OSError):
             server.kill()
     speed = {"seconds": round(took), "a_second": round(options.requests / took)}
-    report = {"requests": options.requests, **speed, "flat": flat(samples), "ended": ended,
+    report = {"network": options.network, "requests": options.requests, **speed, "flat": flat(samples), "ended": ended,
               "found": dict(sorted(found.items())), "samples": samples}  # fmt: skip
     print(json.dumps({**report, "samples": len(samples)}, indent=1))
     if options.json:
