@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import re
 import signal
 import subprocess
@@ -197,6 +198,16 @@ def test_python_m_nestling_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "nestling", "nothing"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "unknown command 'nothing'" in done.stderr
+
+
+def test_threads_that_wait_sleep_unless_told_otherwise() -> None:
+    """Known before torch is imported: its threads read it then. Where they spin, a busy machine stands still."""
+    told = "print(os.environ['OMP_WAIT_POLICY'])"
+    code = f"import nestling.__main__ as m, os, sys; sys.argv[1:] = ['--version']\ntry: m.entry()\nfinally: {told}"
+    for chosen, found in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **chosen})
+        assert done.stdout.splitlines()[-1] == found
 
 
 START = (
