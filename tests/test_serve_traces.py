@@ -86,7 +86,7 @@ def test_a_span_over_grpc(traced: tuple[Running, Any]) -> None:
         client.infer(NAME, [triton_input(triton_grpc, PIXELS)], headers={"traceparent": PARENT})
     request, below = spans(memory)
     assert f"{request.context.trace_id:032x}" == TRACE and request.attributes["nestling.images"] == 2
-    assert below[0].name == "queue" and {span.name for span in below[1:]} == {"stage 3"}, "at once"
+    assert below[0].name == "queue" and below[-1].name == "stage 3", "at once, or after the others"
 
 
 def test_no_answer_by_the_deadline_is_an_error_and_a_wrong_parent_begins_a_trace(traced: tuple[Running, Any]) -> None:
