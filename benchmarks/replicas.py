@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from load import Clients, Sent, add_run
-from serve import NAME, summary
+from serve import NAMES
+from serve_figures import summary
 
 from nestling.export.spec import Spec
 from nestling.runs.open import stored_sample
@@ -68,7 +69,7 @@ class OnRay:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
-        words = ["serve", f"net={NAME}", "--on", "ray", "--replicas", str(replicas), "--port", str(self.port)]
+        words = ["serve", f"net={NAMES['nest']}", "--on", "ray", "--replicas", str(replicas), "--port", str(self.port)]
         words += ["--most-replicas", str(most), "--proxy", proxy]
         self.process = subprocess.Popen([sys.executable, "-m", "nestling", *words], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
@@ -116,7 +117,7 @@ def measure(
         for rate in rates:
             before, own = {kind: cpu(each) for kind, each in pids.items()}, time.process_time()
             sent = await clients.open_loop(rate, seconds, seed=int(rate))
-            row = summary(sent, deadline, labels, errors, True, seconds)
+            row = summary(sent, deadline, labels, errors, seconds)
             row["cpu_ms"] = {kind: 1e3 * (cpu(each) - before[kind]) / len(sent) for kind, each in pids.items()}
             row["cpu_ms"]["client"] = 1e3 * (time.process_time() - own) / len(sent)
             found[str(rate)] = row
@@ -174,7 +175,7 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
         "latest_ms": 1e3 * max(each.came - each.due for each in once),
         "no_stage": sum(each.status == 504 for each in once),
         "replicas_at_the_end": back,
-        **summary(clients.sent, deadline, labels, errors, True, seconds),
+        **summary(clients.sent, deadline, labels, errors, seconds),
     }
     print("killed", json.dumps(found), flush=True)
     return found
@@ -204,9 +205,7 @@ def scaled(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
         first, then = asyncio.run(asyncio.wait_for(load(), 120))
     finally:
         server.end()
-    both = {
-        name: summary(sent, deadline, labels, errors, True, seconds) for name, sent in (("one", first), ("two", then))
-    }
+    both = {name: summary(sent, deadline, labels, errors, seconds) for name, sent in (("one", first), ("two", then))}
     found = {"seconds_until_a_second_began": when[0], **both}
     print("scaled", json.dumps(found), flush=True)
     return found
@@ -225,7 +224,7 @@ def main() -> None:
     parser.add_argument("--scale-rate", type=float, default=150.0, help="0: nothing is added")
     parser.add_argument("--json", default="", help="a file to which the run is added")
     options = parser.parse_args()
-    stored, runtime = stored_sample("cifar10"), Runtime(NAME, "cpu")
+    stored, runtime = stored_sample("cifar10"), Runtime(NAMES["nest"], "cpu")
     spec: Spec = runtime.spec
     runtime.close()
     sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)

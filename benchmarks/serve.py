@@ -1,11 +1,11 @@
 """The server under open-loop load: Poisson arrivals, latency from the time at which a request was meant to be sent.
 
-    python benchmarks/serve.py --ray /tmp/ray/bin/python --json results/serve-cpu.json        (17 minutes)
-    python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png
+    python benchmarks/serve.py --ray PYTHON_WITH_RAY --json results/serve-cpu.json        (22 minutes)
+    python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png --table docs/serving.md
 
 Rates are 0.5, 1, 2 and 4 times what the full network alone answers at most behind the same server; deadline 20 ms.
-Contenders are `CONTENDERS`. Right: by labels for the nest, for the others 1 - error of the network that answered. Each server
-is a process of its own; the clients' process shares the machine, and how late it sends is counted against the server, and told.
+Contenders are `CONTENDERS`. What is counted, and the table: serve_figures.py. Each server is a process of its own; the clients'
+process shares the machine, and how late it sends is counted against the server, and told.
 """
 
 import argparse
@@ -18,17 +18,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from load import Clients, Sent, add_run, cpu_seconds
+from load import Clients, add_run, cpu_seconds
+from serve_figures import CONTENDERS, LOADS, draw, summary, table, with_table
 
 from nestling.commands.serve import SWITCHING
 from nestling.nets import build
 from nestling.recipes.recipe import NetworkRecipe
-from nestling.runs.open import stored_sample
+from nestling.runs.open import resolve, stored_sample
 from nestling.runs.provenance import provenance
-from nestling.runtime.runtime import Runtime
+from nestling.runtime.runtime import Runtime, bare_spec, spec_of
 from nestling.serve import timers
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
@@ -38,20 +40,8 @@ from nestling.serve.server import Server
 from nestling.serve.service import Service
 from nestling.serve.way import Way
 
-NAME = "width-resnet42-cifar10"
+NAMES = {"nest": "width-resnet42-cifar10", "kept": "width-resnet42-kept-cifar10", "apart": "width-resnet42-cifar10"}
 ALONE = (0.0899, 0.0625, 0.0499)  # test errors of independent nets, results/cifar10-h200.csv: strategy alone, seed 0
-LOADS = (0.5, 1.0, 2.0, 4.0)
-CONTENDERS = {  # which are measured unless others are asked for, and what they are
-    "nest": (True, NAME),
-    "apart": (False, "the nest, its stages in a process of their own"),
-    "chooser": (
-        True,
-        "three independent nets; each request gets the largest that is expected in time, by the work that waits",
-    ),
-    "full": (True, "the independent net of the last stage's size"),
-    "ray": (True, "that net in Ray Serve; left out where --ray has none"),
-}
-SHED = (408, 429, 503, 504)  # a server's ways to say that there is no answer by the deadline
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -82,20 +72,19 @@ class ChoosingServer(Server):
 
 
 def independent(stage: int) -> Runtime:
-    """An untrained network of a stage's size: times do not depend on weights."""
-    return Runtime(
-        build(NetworkRecipe(name="width-resnet42", alone=stage), classes=10, shape=(3, 32, 32)).eval(), "cpu"
-    )
+    """An untrained network of a stage's size, for pixels: times do not depend on weights."""
+    net = build(NetworkRecipe(name="width-resnet42", alone=stage), classes=10, shape=(3, 32, 32)).eval()
+    return Runtime(net, "cpu", spec=replace(bare_spec(net), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)))
 
 
 def made(contender: str, deadline: float) -> Server:
     if contender == "chooser":
         return ChoosingServer(deadline)
-    server = Server(named={"net": independent(3) if contender == "full" else NAME}, device="cpu")
+    server = Server(named={"net": independent(3) if contender == "full" else NAMES[contender]}, device="cpu")
     if contender == "apart":
         from apart import EngineApart
 
-        server.model().stages.engine = EngineApart(NAME)
+        server.model().stages.engine = EngineApart(NAMES[contender])
     return server
 
 
@@ -144,79 +133,36 @@ def has_ray(python: str) -> bool:
     return bool(python) and not subprocess.run([python, "-c", "import ray.serve"], capture_output=True).returncode
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def summary(
-    sent: Sequence[Sent], deadline: float, labels: Sequence[int], errors: Sequence[float], true: bool, seconds: float
-) -> dict[str, Any]:
-    """What the clients got. `true`: labels decide what is right; else what the network errs that answered."""
-    stages, right, late, by_sender, problems, took = [0] * (len(errors) + 1), 0.0, 0, 0, 0, []
-    for each in sent:
-        said = json.loads(each.body) if each.status == 200 else {}
-        took.append(each.came - each.due)
-        on_time = took[-1] <= deadline
-        late += not on_time
-        by_sender += not on_time and each.came - each.went <= deadline
-        problems += each.status not in (200, *SHED)
-        stage = said["parameters"]["stage"] if each.status == 200 else 0
-        if each.status == 200 and said["model_name"].isdigit():
-            stage = int(said["model_name"])
-        elif each.status == 200 and len(errors) == 1:
-            stage = 1
-        stages[stage] += 1
-        if stage and on_time:
-            correct = int(said["outputs"][0]["data"][0]) == labels[each.image]
-            right += correct if true else 1 - errors[stage - 1]
-    n = len(sent)
-    return {
-        "n": n,
-        "rate": n / seconds,
-        "other_errors": problems,
-        "nothing": stages[0] / n,
-        "late": late / n,
-        "late_by_sender": by_sender / n,
-        "stages": [round(count / n, 4) for count in stages],
-        "right_on_time": right / n,
-        "goodput": right / seconds,
-        "ms": quantiles(took),
-        "sent_late_ms": quantiles([each.went - each.due for each in sent]),
-    }
-
-
-def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds."""
-    order, n = sorted(seconds), len(seconds)
-    shares = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
-    return {name: round(1e3 * order[min(n - 1, int(share * n))], 2) for name, share in shares}
+def known_errors(name: str) -> tuple[float, ...]:
+    """Of each stage, on the whole test set."""
+    return spec_of(run := resolve(name), run.net()).errors
 
 
 def measure(seconds: float, deadline: float, contenders: Sequence[str], ray: str) -> dict[str, Any]:
     sample = stored_sample("cifar10")
     pixels, labels = sample["images"].numpy(), [int(label) for label in sample["labels"]]
-    normalised = Runtime(NAME, "cpu")
-    floats = normalised.intake.prepare(pixels)
-    nested = normalised.spec.errors
-    errors = {"nest": nested, "apart": nested, "full": ALONE[2:], "chooser": ALONE, "ray": ALONE[2:]}
-    normalised.close()
+    errors = {"full": ALONE[2:], "chooser": ALONE, "ray": ALONE[2:]}
+    errors |= {contender: known_errors(name) for contender, name in NAMES.items()}
     found: dict[str, Any] = {}
     with Served("full", deadline) as full:
-        saturation = timers.run(Clients(full.port, floats, None, "FP32").saturate(4.0))
+        saturation = timers.run(Clients(full.port, pixels, None, "UINT8").saturate(4.0))
     print(f"the full network alone saturates at {saturation:.0f} requests a second", flush=True)
     if "ray" in contenders and not has_ray(ray):
         print(f"no Ray Serve: {ray or 'no interpreter'} has none (--ray PYTHON names one with ray[serve])", flush=True)
         contenders = [contender for contender in contenders if contender != "ray"]
     for contender in contenders:
         found[contender] = {}
-        true = contender in ("nest", "apart")
 
-        async def all_loads(server: Served, contender: str = contender, true: bool = true) -> None:
-            clients = Clients(server.port, *((pixels, deadline, "UINT8") if true else (floats, deadline, "FP32")))
+        async def all_loads(server: Served, contender: str = contender) -> None:
+            clients = Clients(server.port, pixels, deadline, "UINT8")
             await clients.open_loop(saturation / 4, 1.0, seed=9)  # warm
             for load in LOADS:
                 cpu, own = server.cpu(), time.process_time()
                 sent = await clients.open_loop(load * saturation, seconds, seed=int(8 * load))
-                row = summary(sent, deadline, labels, errors[contender], true, seconds)
+                row = summary(sent, deadline, labels if contender in NAMES else (), errors[contender], seconds)
                 row |= {
                     "server_cores": (server.cpu() - cpu) / seconds,
                     "client_cores": (time.process_time() - own) / seconds,
@@ -234,38 +180,6 @@ def measure(seconds: float, deadline: float, contenders: Sequence[str], ray: str
     }
 
 
-def draw(runs: Sequence[dict[str, Any]], file: str) -> None:
-    """Of all requests, how many were answered rightly and in time; one line per contender and run."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    looks = {"nest": ("#aa2c94", "o"), "chooser": ("#0072b2", "s"), "full": ("#4a5463", "D"), "ray": ("#b07a00", "^")}
-    for run in runs:
-        for contender, rows in run["contenders"].items():
-            if contender not in looks:
-                continue
-            colour, marker = looks[contender]
-            shares = [100 * rows[str(load)]["right_on_time"] for load in LOADS]
-            axes.plot(range(len(LOADS)), shares, color=colour, marker=marker, alpha=0.8)
-    words = {
-        "nest": "nest",
-        "chooser": "three nets, chosen by load",
-        "full": "full net alone",
-        "ray": "full net in Ray Serve",
-    }
-    for contender, text in words.items():
-        axes.plot([], [], color=looks[contender][0], marker=looks[contender][1], label=text)
-    axes.set_xticks(range(len(LOADS)), [f"{load:g}x" for load in LOADS])
-    axes.set(
-        xlabel="requests, as multiples of what the full net alone can answer",
-        ylabel="right and in time, %",
-        ylim=(0, 100),
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=140)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", default="", help="be the server of this contender")
@@ -278,17 +192,24 @@ def main() -> None:
         "--ray", default=sys.executable, help="an interpreter that has ray[serve] and nestling's packages"
     )
     parser.add_argument("--json", default="", help="a file to which the run is added")
-    parser.add_argument("--picture", default="", help="measure nothing, draw the runs of the --json file here")
+    parser.add_argument("--picture", default="", help="measure nothing, draw the last run of the --json file here")
+    parser.add_argument("--table", default="", help="measure nothing, write that run's table into this page")
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.deadline)
         return
-    if options.picture:
-        draw(json.loads(Path(options.json).read_text())["runs"], options.picture)
+    if options.picture or options.table:
+        run = json.loads(Path(options.json).read_text())["runs"][-1]
+        if options.picture:
+            draw(run, options.picture)
+        if options.table:
+            page = Path(options.table)
+            page.write_text(with_table(page.read_text(encoding="utf-8"), run), encoding="utf-8")
         return
     found = measure(options.seconds, options.deadline, options.contenders, options.ray)
     if options.json:
         add_run(Path(options.json), found)
+    print(table(found))
 
 
 if __name__ == "__main__":

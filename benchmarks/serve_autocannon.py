@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 from load import Clients, request
-from serve import Served, quantiles
+from serve import Served
+from serve_figures import quantiles
 
 from nestling.runs.open import stored_sample
 from nestling.runs.provenance import provenance

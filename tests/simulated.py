@@ -16,8 +16,11 @@ class Costs:
 
     one: tuple[float, ...]
     more: tuple[float, ...]
+    last: float = inf  # what the last one takes at once
 
-    def predict(self, stage: int, images: int = 1) -> float:
+    def predict(self, stage: int, images: int = 1, straight: bool = False) -> float:
+        if straight:
+            return self.last if stage == len(self.one) else inf
         return self.one[stage - 1] + (images - 1) * self.more[stage - 1]
 
 
@@ -40,14 +43,18 @@ class Simulation:
 
     def run(self, arrivals: Sequence[tuple[float, float]]) -> list[Ticket]:
         """(when, deadline in seconds from then); the tickets in order of arrival."""
-        self.scheduler = Scheduler(self.costs, len(self.costs.one), self.room, self.keep, self.most)
+        self.scheduler = Scheduler(
+            self.costs, len(self.costs.one), self.room, self.keep, self.most, self.costs.last < inf
+        )
         tickets = [Ticket(None, at + limit) for at, limit in arrivals]
         self.over = {id(ticket): [] for ticket in tickets}
         coming = sorted(((at, index) for index, (at, _) in enumerate(arrivals)), reverse=True)
         leaving: list[tuple[float, int]] = []  # clients look when their time is up
+        looking: list[float] = []  # and before, whether there will be an answer by then
         now, running, ends, since = 0.0, None, inf, 0.0
         while True:
-            moment = min(coming[-1][0] if coming else inf, leaving[0][0] if leaving else inf, ends)
+            next_look = looking[0] if looking else inf
+            moment = min(coming[-1][0] if coming else inf, leaving[0][0] if leaving else inf, next_look, ends)
             if moment == inf:
                 return tickets
             now = max(now, moment)
@@ -56,6 +63,8 @@ class Simulation:
                 self.scheduler.finish(running, object(), logits, now)
                 self.tell([ticket for ticket in running.tickets if ticket.over], now)
                 running, ends = None, inf
+            while looking and looking[0] <= now:
+                heapq.heappop(looking)
             while leaving and leaving[0][0] <= now:
                 ticket = tickets[heapq.heappop(leaving)[1]]
                 if not ticket.over and ticket.order >= 0:
@@ -70,6 +79,7 @@ class Simulation:
                     continue
                 if tickets[index].deadline < inf:
                     heapq.heappush(leaving, (tickets[index].deadline, index))
+                    heapq.heappush(looking, self.scheduler.last_call(tickets[index].deadline))
             if running is not None and self.stops and self.scheduler.yields(running, since, now):
                 self.scheduler.return_unfinished(running)
                 self.stopped += 1
@@ -85,7 +95,8 @@ class Simulation:
                 if running is not None:
                     self.began.append((now, running))
                     self.fresh.append(fresh)
-                    since, ends = now, now + self.slower * self.costs.predict(running.stage, len(running.tickets))
+                    takes = self.costs.predict(running.stage, len(running.tickets), running.straight)
+                    since, ends = now, now + self.slower * takes
 
     def tell(self, tickets: Sequence[Ticket], now: float) -> None:
         for ticket in tickets:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ pytest.importorskip("uvicorn")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import serve
-from load import cpu_seconds, read_body
+from load import Clients, Sent, cpu_seconds, read_body
+from serve_figures import BEGIN, END, LOADS, draw, summary, table, with_table
 
 
 def reply(stage: int, label: int, name: str = "net") -> bytes:
@@ -22,37 +24,67 @@ def reply(stage: int, label: int, name: str = "net") -> bytes:
     return json.dumps(said).encode()
 
 
+ERRORS = (0.1, 0.08, 0.05)
+
+
 def test_right_and_in_time_is_what_counts() -> None:
     sent = [
-        serve.Sent(0, 0.0, 0.010, 200, reply(1, 7)),  # right
-        serve.Sent(0, 0.0, 0.010, 200, reply(2, 6)),  # wrong
-        serve.Sent(0, 0.0, 0.030, 200, reply(3, 7)),  # right, but late
-        serve.Sent(0, 0.0, 0.010, 504, b'{"error": "no stage"}'),
-        serve.Sent(0, 0.0, 0.010, 500, b""),
+        Sent(0, 0.0, 0.010, 200, reply(1, 7)),  # right, by its label
+        Sent(0, 0.0, 0.010, 200, reply(2, 6)),  # wrong
+        Sent(0, 0.0, 0.030, 200, reply(3, 7)),  # right, but late
+        Sent(0, 0.0, 0.010, 504, b'{"error": "no stage"}'),
+        Sent(0, 0.0, 0.010, 500, b""),
     ]
-    held_up = serve.summary(
-        [serve.Sent(0, 0.0, 0.030, 200, reply(3, 7), went=0.015)], 0.02, [7], (0.1, 0.08, 0.05), True, 1
-    )
+    held_up = summary([Sent(0, 0.0, 0.030, 200, reply(3, 7), went=0.015)], 0.02, [7], ERRORS, 1)
     assert held_up["late"] == held_up["late_by_sender"] == 1 and held_up["sent_late_ms"]["p50"] == 15
-    found = serve.summary(sent, 0.02, [7], (0.1, 0.08, 0.05), True, 2.0)
+    found = summary(sent, 0.02, [7], ERRORS, 2.0)
     assert found["stages"] == [0.4, 0.2, 0.2, 0.2] and found["late"] == 0.2 and found["other_errors"] == 1
     assert found["late_by_sender"] == 0 and found["sent_late_ms"]["max"] == 0
-    assert found["right_on_time"] == 0.2 and found["goodput"] == 0.5 and found["ms"]["max"] == 30
+    assert found["right_on_time"] == pytest.approx((0.9 + 0.92) / 5) and found["goodput"] == pytest.approx(0.91)
+    assert found["right_by_labels"] == 0.2 and found["ms"]["max"] == 30
 
 
 def test_networks_that_are_not_trained_count_by_their_known_errors() -> None:
-    sent = [serve.Sent(0, 0.0, 0.01, 200, reply(1, 0, name)) for name in ("1", "2", "3")]
-    found = serve.summary(sent, 0.02, [7], (0.1, 0.08, 0.05), False, 1.0)
-    assert found["stages"] == [0, 0.3333, 0.3333, 0.3333] and found["goodput"] == pytest.approx(2.77)
-    alone = serve.summary([serve.Sent(0, 0.0, 0.01, 200, reply(1, 0))], 0.02, [7], (0.05,), False, 1.0)
-    assert alone["stages"] == [0, 1] and alone["goodput"] == pytest.approx(0.95)
+    sent = [Sent(0, 0.0, 0.01, 200, reply(1, 0, name)) for name in ("1", "2", "3")]
+    found = summary(sent, 0.02, (), ERRORS, 1.0)
+    assert found["stages"] == [0, 0.33333, 0.33333, 0.33333] and found["goodput"] == pytest.approx(2.77)
+    alone = summary([Sent(0, 0.0, 0.01, 200, reply(1, 0))], 0.02, (), (0.05,), 1.0)
+    assert alone["stages"] == [0, 1] and alone["goodput"] == pytest.approx(0.95) and "right_by_labels" not in alone
 
 
-@pytest.mark.parametrize("contender", ["nest", "apart"])
+def test_the_table_says_who_is_best_and_how_few_got_nothing(tmp_path: Path) -> None:
+    def rows(stage: int, late: float) -> dict[str, Any]:
+        sent = [Sent(0, 0.0, 0.01 + late, 200, reply(stage, 0))] * 99 + [Sent(0, 0.0, 0.01, 504, b"")]
+        row = summary(sent, 0.02, (), ERRORS, 1.0) | {"client_cores": 0.1 * stage}
+        return {str(load): row for load in LOADS}
+
+    conditions = {"seconds": 1.0, "deadline": 0.02, "saturation": 130.0}
+    run = {"conditions": conditions, "contenders": {"nest": rows(3, 0), "kept": rows(2, 0), "full": rows(1, 0.02)}}
+    text = table(run)
+    assert text.count("| 0.5x |") == 1 and "| | kept network | 91.1 | 91 | 1 (1) | 0 | 0 / 99 / 0 |" in text
+    assert "| 2x | nest | **94.1** |" in text and "| | full net alone | 0.0 | 0 | 1 (1) | 99.0 |" in text
+    assert "The clients took 0.10 to 0.30 of a core" in text and "100 to 100 requests" in text
+    page = with_table(f"a\n{BEGIN}old\n{END}z\n", run)
+    assert page == with_table(page, run) == f"a\n{BEGIN}\n{text}\n\n{END}z\n"
+    with pytest.raises(SystemExit, match="no place"):
+        with_table("a", run)
+    pytest.importorskip("matplotlib")
+    draw(run, str(tmp_path / "load.png"))
+    assert (tmp_path / "load.png").stat().st_size > 1000
+
+
+def test_the_page_shows_the_last_run_and_no_figure_copied_by_hand() -> None:
+    root = Path(__file__).parent.parent
+    run = json.loads((root / "results" / "serve-cpu.json").read_text(encoding="utf-8"))["runs"][-1]
+    page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert with_table(page, run) == page, "run: python benchmarks/serve.py --json ... --table docs/serving.md"
+
+
+@pytest.mark.parametrize("contender", ["nest", "kept", "apart"])
 def test_clients_are_answered_by_the_servers_process(contender: str) -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 32, 32), dtype=np.uint8)
     with serve.Served(contender, 5.0) as server:
-        sent = asyncio.run(serve.Clients(server.port, images, 5.0, "UINT8").open_loop(20, 1.0, seed=0))
+        sent = asyncio.run(Clients(server.port, images, 5.0, "UINT8").open_loop(20, 1.0, seed=0))
     assert len(sent) > 5 and {each.status for each in sent} == {200}
 
 

@@ -13,6 +13,7 @@ from simulated import Costs, Simulation
 from nestling.serve.scheduler import CAUTION, Full, Scheduler, StageBatch, Ticket
 
 CPU = Costs((1e-3, 1.9e-3, 4e-3), (0.95e-3, 1.8e-3, 3.7e-3))  # images go one by one: joining them saves nothing
+KEPT = Costs((1e-3, 1.9e-3, 7e-3), (0.95e-3, 1.8e-3, 6.7e-3), last=7e-3)  # the last stage needs nothing of those before
 GPU = Costs((1e-3, 1e-3, 1e-3), (0.05e-3, 0.05e-3, 0.05e-3))
 Arrivals = list[tuple[float, float]]
 
@@ -21,7 +22,7 @@ limits = st.one_of(st.floats(0, 0.03).map(lambda value: round(value, 5)), st.jus
 traffic = st.lists(st.tuples(times, limits), max_size=40)
 machines = st.builds(
     Simulation,
-    costs=st.sampled_from([CPU, GPU]),
+    costs=st.sampled_from([CPU, KEPT, GPU]),
     keep=st.sampled_from([1, 3, 10_000]),
     most=st.sampled_from([1, 4, 64]),
     slower=st.sampled_from([0.5, 1.0, 3.0]),
@@ -61,7 +62,8 @@ def test_who_has_no_time_left_is_never_run_and_never_keeps_others_waiting(
 @given(machines, traffic)
 def test_nobody_loses_stage_1_to_who_has_it(machine: Simulation, arrivals: Arrivals) -> None:
     """Where images go one by one, everybody gets stage 1 before anybody gets another, the earliest deadline first; where they
-    go together, whoever has no stage yet is still in time afterwards."""
+    go together, whoever has no stage yet is still in time afterwards; and the last stage is computed at once where everybody
+    who waits could have it."""
     machine.run(arrivals)
     for (now, batch), waited in zip(machine.began, machine.fresh, strict=True):
         first = CAUTION * machine.costs.predict(1)
@@ -69,7 +71,10 @@ def test_nobody_loses_stage_1_to_who_has_it(machine: Simulation, arrivals: Arriv
         if not in_time:
             continue
         earliest = min(ticket.deadline for ticket in in_time)
-        if machine.costs is CPU or batch.stage == 1:
+        if batch.straight:
+            ends = now + CAUTION * KEPT.last * (1 + np.arange(len(in_time)))
+            assert machine.costs is KEPT and (ends <= sorted(ticket.deadline for ticket in in_time)).all()
+        elif machine.costs is not GPU or batch.stage == 1:
             assert batch.stage == 1 and not batch.late and batch.tickets[0].deadline == earliest
         else:
             assert now + CAUTION * machine.costs.predict(batch.stage, len(batch.tickets)) + first <= earliest
@@ -128,6 +133,68 @@ def test_a_long_stage_is_stopped_for_who_would_get_nothing_otherwise() -> None:
     assert [ticket.best[0] for ticket in stopping.run(arrivals)] == [3, 1]
     assert stopping.stopped == 1
     assert [ticket.best[0] for ticket in Simulation(CPU, stops=False).run(arrivals)] == [3, 0]
+
+
+def test_a_long_stage_is_stopped_for_many_who_are_late_only_together() -> None:
+    arrivals = [(0.0, inf), *[(0.0035, 6e-3)] * 5]
+    stopping = Simulation(CPU)
+    assert [ticket.best[0] for ticket in stopping.run(arrivals)] == [3, 1, 1, 1, 1, 1]
+    assert stopping.stopped == 1
+    assert Simulation(CPU, stops=False).run(arrivals)[-1].best[0] == 0
+
+
+def stages_run(arrivals: Arrivals, costs: Costs = KEPT) -> list[int]:
+    simulation = Simulation(costs)
+    simulation.run(arrivals)
+    return [batch.stage for _, batch in simulation.began]
+
+
+def test_the_last_stage_is_computed_at_once_where_there_is_time_for_everybody() -> None:
+    assert stages_run([(0.0, 0.02)]) == stages_run([(0.0, inf)]) == [3]
+    assert stages_run([(0.0, 0.03), (0.0, 0.03)]) == [3, 3]
+    assert stages_run([(0.0, 0.02), (0.0, 0.02)])[:2] == [1, 1], "both could hardly have it"
+    assert stages_run([(0.0, 0.008)]) == [1, 2], "a little slower than expected, and there would be nothing"
+    assert stages_run([(0.0, 0.02)], CPU) == [1, 2, 3], "this engine cannot"
+    slow = Costs(KEPT.one, KEPT.more, last=0.011)
+    assert stages_run([(0.0, 0.03)], slow) == [1, 2, 3], "one by one is sooner"
+
+
+def test_who_wants_to_see_every_stage_or_a_sure_one_gets_them_one_by_one() -> None:
+    for ticket in (Ticket(None, inf, trail=[]), Ticket(None, inf, confident=(0.9, 0.9, 0.9))):
+        scheduler = Scheduler(KEPT, 3, jumps=True)
+        scheduler.add([ticket])
+        batch, _ = scheduler.turn(0)
+        assert batch is not None and batch.stage == 1
+
+
+def test_computing_at_once_is_stopped_for_who_would_get_nothing_otherwise() -> None:
+    simulation = Simulation(KEPT)
+    tickets = simulation.run([(0.0, 0.02), (0.001, 3e-3)])
+    assert simulation.stopped == 1 and [ticket.best[0] for ticket in tickets] == [3, 1]
+
+
+def test_computing_at_once_that_takes_too_long_is_given_up_for_stage_1() -> None:
+    slow = Simulation(KEPT, slower=1.8)  # than expected: 12.6 ms
+    assert [ticket.best[0] for ticket in slow.run([(0.0, 0.012)])] == [1] and slow.stopped == 1
+    assert [batch.stage for _, batch in slow.began][:2] == [3, 1]
+
+
+def test_at_low_load_computing_at_once_pays() -> None:
+    arrivals = poisson(65, 5, 0.018)
+    steps = Simulation(Costs(KEPT.one, KEPT.more)).run(arrivals)
+    at_once = Simulation(KEPT).run(arrivals)
+    assert shares(at_once)[0] == 0 and shares(at_once)[3] > shares(steps)[3] + 0.05
+
+
+def test_who_has_nothing_yet_waits_longer_than_for_another_stage() -> None:
+    scheduler = Scheduler(CPU, 3)
+    patient, hasty = Ticket(None, 1e-3, latest=4e-3), Ticket(None, 1e-3)
+    scheduler.add([patient, hasty])
+    batch, over = scheduler.turn(0)
+    assert batch is not None and batch.tickets == (patient,) and not batch.late and not over
+    finish(scheduler, batch, now=1.05e-3)
+    assert patient.best[0] == 1 and patient.over, "for a second stage it does not wait"
+    assert scheduler.turn(1.05e-3) == (None, [hasty]) and hasty.best[0] == 0
 
 
 def test_when_there_is_no_room_nobody_else_is_taken() -> None:

@@ -235,8 +235,9 @@ def test_grpcs_own_deadline_counts(running: Running, monkeypatch: pytest.MonkeyP
     step = engine.step
 
     def slowly(stage: int, state: Any, stop: Any) -> Any:
-        if stage > 1:
-            time.sleep(2)
+        until = time.monotonic() + 2
+        while stage > 1 and time.monotonic() < until and not stop.asked:
+            time.sleep(0.001)
         return step(stage, state, stop)
 
     monkeypatch.setattr(engine, "step", slowly)
@@ -333,7 +334,8 @@ def test_events_have_a_message_for_every_stage(running: Running, right: np.ndarr
     assert said["raw"].startswith(b"event: error\ndata: ") and b"no stage" in said["raw"]
 
 
-def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["json", "events", "grpc", "grpc stream"])
+def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model = running.service.server.model(NAME)
     step, begun = model.stages.engine.step, threading.Event()
     steps: list[int] = []
@@ -345,20 +347,29 @@ def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: p
         return step(stage, state, stop)
 
     monkeypatch.setattr(model.stages.engine, "step", slowly)
-    for accept in ("application/json", "text/event-stream"):
-        begun.clear()
-        steps.clear()
+    stage_by_stage = {"confident": 1.0}
+    if kind.startswith("grpc"):
+        with triton_grpc.InferenceServerClient(running.grpc) as client:
+            inputs = [triton_input(triton_grpc, PIXELS[:1])]
+            if kind == "grpc":
+                call = client.async_infer(NAME, inputs, lambda result, error: None, parameters=stage_by_stage)
+            else:
+                client.start_stream(lambda result, error: None)
+                client.async_stream_infer(NAME, inputs, parameters=stage_by_stage)
+            assert begun.wait(10)
+            call.cancel() if kind == "grpc" else client.stop_stream(cancel_requests=True)
+    else:
+        accept = "application/json" if kind == "json" else "text/event-stream"
         host, port = running.http.split(":")
-        connection = socket.create_connection((host, int(port)))
-        body = infer_json()
+        body = infer_json(parameters=stage_by_stage)
         head = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        assert begun.wait(10)
-        connection.close()
-        deadline = time.monotonic() + 5
-        while model.stages.scheduler.open and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert model.stages.scheduler.open == 0 and len(steps) < 3
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            assert begun.wait(10)
+    deadline = time.monotonic() + 5
+    while model.stages.scheduler.open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert model.stages.scheduler.open == 0 and steps[0] == 1 and len(steps) < 3
 
 
 # --- operations ------------------------------------------------------------------------------------------------------

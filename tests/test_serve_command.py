@@ -142,7 +142,8 @@ def test_a_folder_that_changes_is_opened_anew_and_a_spoilt_one_is_not(
     assert server.ask(infer_json(), name="net")[0] == 200, "the old one goes on"
     weights.write_bytes(whole)
     server.event("reloaded")
-    assert server.ask(infer_json(), name="net")[1]["outputs"][0]["data"] == before
+    # the last stage at once, or after the others: the same but for rounding
+    assert server.ask(infer_json(), name="net")[1]["outputs"][0]["data"] == pytest.approx(before, abs=1e-4)
 
 
 def test_killed_and_restarted_clients_that_ask_again_lose_nothing(start: Callable[..., Process]) -> None:

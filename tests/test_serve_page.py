@@ -1,6 +1,7 @@
 """The server's page in a real Chromium: a picture chosen by keyboard, answers improving, the deadline kept, nothing complains."""
 
 import asyncio
+import contextlib
 import io
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from test_browser import FLAGS
 
 pytest.importorskip("uvicorn")
 
+from nestling.commands import train
+from nestling.serve import trypage
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
 from nestling.serve.server import Server
@@ -24,9 +27,10 @@ NAME = "width-resnet42-cifar10"
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with Server(NAME, device="cpu") as server:
+@contextlib.contextmanager
+def page_of(source: str) -> Iterator[str]:
+    """The address of a server's page."""
+    with Server(source, device="cpu") as server:
         service, loop, started = Service(server), asyncio.new_event_loop(), threading.Event()
         sockets = Sockets(service, application(service, TryPage(service).routes()), Place(http=0))
         living = threading.Thread(target=lambda: loop.run_until_complete(sockets.run(lambda _: started.set())))
@@ -35,6 +39,20 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{sockets.ports['http']}/"
         loop.call_soon_threadsafe(sockets.end)
         living.join(30)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with page_of(NAME) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = str(tmp_path_factory.mktemp("runs") / "digits")
+    train.command("digits-width", set=("train.epochs=1",), out=folder, quiet=True)
+    with page_of(folder) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +104,8 @@ class Opened:
 def opened(browser: Any, address: str) -> Iterator[Any]:
     made: list[Opened] = []
 
-    def open_page(scheme: str = "light", width: int = 1280) -> Opened:
-        made.append(Opened(browser, address, scheme, width))
+    def open_page(scheme: str = "light", width: int = 1280, at: str = address) -> Opened:
+        made.append(Opened(browser, at, scheme, width))
         return made[-1]
 
     yield open_page
@@ -112,6 +130,12 @@ def test_a_picture_chosen_by_keyboard_is_answered_stage_by_stage(opened: Any, ad
     page.locator("#verdict", has_text="stage 3 of 3").wait_for(timeout=30_000)
     assert page.locator("#stages .bar").count() == 9
     assert "had said nothing before" in page.locator("#ordinary").inner_text()
+    lanes = page.locator("#lanes .bar")
+    fills = [lanes.nth(lane).locator(".fill").evaluate_all("all => all.map(each => each.className)") for lane in (0, 1)]
+    assert fills == [["fill tone1", "fill tone2", "fill tone3"], ["fill tone3"]], (
+        "an ordinary one has the last answer alone"
+    )
+    assert len({lanes.nth(lane).locator("span").last.inner_text() for lane in (0, 1)}) == 1
     assert all(url.startswith((address, "data:", "blob:")) for url in found.asked), "nothing comes from elsewhere"
     assert found.unexpected() == []
 
@@ -124,6 +148,7 @@ def test_a_short_deadline_gives_fewer_stages_or_says_that_there_is_no_answer(ope
     found.deadline(0)  # 1 ms
     found.page.locator("#verdict", has_text="no stage").wait_for(timeout=30_000)
     assert "nothing by then" in found.page.locator("#ordinary").inner_text()
+    assert found.page.locator("#lanes .fill").count() == 0
 
 
 def test_own_pictures_from_disk_and_drawn(opened: Any, tmp_path: Path) -> None:
@@ -156,6 +181,31 @@ def test_the_switch_makes_load_that_the_chart_shows(opened: Any) -> None:
     heights = page.eval_on_selector_all("#chart rect", "all => all.map(each => Number(each.getAttribute('height')))")
     tops = page.eval_on_selector_all("#chart rect", "all => all.map(each => Number(each.getAttribute('y')))")
     assert max(heights) <= 160.01 and min(tops) >= -0.01, "the highest bar fits"
+
+
+def test_the_switch_goes_off_when_the_load_has_ended(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trypage, "LOAD_SECONDS", 1.0)
+    page = opened().page
+    page.locator("#busy").check()
+    page.locator("#busy:not(:checked)").wait_for(timeout=30_000)
+
+
+def test_a_digit_is_drawn_as_the_network_knows_digits(opened: Any, digits: str) -> None:
+    """Light on dark, and as thick as in its pictures of 8 x 8."""
+    found = opened(at=digits)
+    found.deadline(100)
+    found.page.locator("#draw").click()
+    box = found.page.locator("#paper").bounding_box()
+    found.page.mouse.move(box["x"] + 112, box["y"] + 30)
+    found.page.mouse.down()
+    found.page.mouse.move(box["x"] + 112, box["y"] + 194, steps=4)
+    found.page.mouse.up()
+    line = "[...document.getElementById('paper').getContext('2d').getImageData(0, 112, 224, 1).data].filter((_, i) => i % 4 == 0)"
+    light = sum(value > 128 for value in found.page.evaluate(line))
+    assert 224 / 8 < light < 224 / 4, "the stroke is light, the paper dark"
+    found.page.locator("#take").click()
+    found.all_stages()
+    assert found.unexpected() == []
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 360)])

@@ -18,6 +18,7 @@ from nestling.runtime.promise import Margin
 from nestling.serve.model import KeptAnswers, Model
 from nestling.serve.scheduler import Full, Ticket
 from nestling.serve.server import Server
+from nestling.serve.way import Way
 
 NAME = "width-resnet42-cifar10"
 
@@ -170,7 +171,7 @@ def test_a_stage_that_fails_is_told_to_whom_it_failed_and_to_nobody_else(
         step, broken = model.stages.engine.step, images(1)[0] * 0 + 1.5
 
         def sometimes(stage: int, state: object, stop: Stop) -> object:
-            if stage == 2 and failing.is_set():
+            if stage >= 2 and failing.is_set():
                 raise MemoryError("no memory")
             return step(stage, state, stop)
 
@@ -178,7 +179,9 @@ def test_a_stage_that_fails_is_told_to_whom_it_failed_and_to_nobody_else(
         monkeypatch.setattr(model.stages.engine, "step", sometimes)
         failing.set()
         with pytest.raises(NestlingError, match=r"stage 2 of .* failed: no memory"):
-            one.answer(broken)
+            one.answer(broken, confident=1.0)  # stage by stage
+        with pytest.raises(NestlingError, match=r"stage 3 of .* failed: no memory"):
+            one.answer(broken)  # the last one at once
         failing.clear()
         assert one.answer(broken).stage == 3
 
@@ -196,10 +199,12 @@ def test_closing_lets_nobody_wait(net: NestedNet, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(engine, "step", slowly)
     found: list[nestling.Answer] = []
-    threads = [threading.Thread(target=lambda: found.append(one.answer(images(1)[0]))) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: found.append(one.answer(images(1)[0], confident=1.0))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    while one.model().stages.scheduler.open < 5 or not slow.is_set():
+    assert slow.wait(30)
+    until = time.monotonic() + 30
+    while one.model().stages.scheduler.open < 5 and time.monotonic() < until:
         time.sleep(0.001)
     one.close()
     for thread in threads:
@@ -272,6 +277,37 @@ def test_a_margin_is_taken_off_the_deadline(server: Server) -> None:
     margin.value = 0.002
     request = server.model().ask(images(1), 0.02, margin=margin)
     assert 0.017 < request.due - request.began < 0.018 < request.deadline - request.began
+
+
+class Hasty(Margin):
+    """Answers are due at once; who has none waits until the deadline."""
+
+    def before(self, deadline: float) -> float:
+        return 0.0
+
+    def latest(self, deadline: float) -> float:
+        return deadline
+
+
+def test_who_has_no_answer_when_it_is_due_waits_for_the_first_one(server: Server) -> None:
+    async def waited() -> int:
+        request = server.model().ask(images(1), 60.0, margin=Hasty()).submit()
+        return [stage async for stage in request.each_stage_async()][-1]
+
+    request = server.model().ask(images(1), 60.0, margin=(margin := Hasty())).submit()
+    value = margin.value
+    assert request.wait()[0].stage == asyncio.run(waited()) == 1
+    assert margin.value <= value, "waiting longer on purpose is not being late"
+
+
+def test_the_way_gives_less_time_away_where_there_is_no_answer_yet() -> None:
+    way = Way()
+    for count in range(801):
+        way.beaten(4e-3 if count % 50 == 0 else 0.1e-3)
+    assert way.before(0.02) < 0.0161 and 0.0197 < way.latest(0.02) < 0.02
+    for _ in range(801):
+        way.beaten(1.0)
+    assert way.before(0.02) == way.latest(0.02) == 0.01, "half of a deadline at most"
 
 
 def test_many_models_of_their_own_shapes(net: NestedNet) -> None:

@@ -132,6 +132,10 @@ class Margin:
         """When to wake up, in seconds from the start. Never more than a fifth of the time is given away."""
         return deadline - min(self.value + self.LEAVING, deadline / 5)
 
+    def latest(self, deadline: float) -> float:
+        """When to give up where there is no answer at all yet, in seconds from the start."""
+        return self.before(deadline)
+
     def looks(self, deadline: float) -> list[float]:
         """When an answer to this deadline will really be looked at, as far as recent wake-ups tell."""
         due = self.before(deadline)

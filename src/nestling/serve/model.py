@@ -62,7 +62,7 @@ class Model:
         engine = cast(JoiningEngine, runtime.engine)
         self.learn_batches(engine)
         keep = max(1, memory // max(1, engine.row_bytes))
-        scheduler = Scheduler(self.pace, self.spec.stages, room, keep, min(64, keep))
+        scheduler = Scheduler(self.pace, self.spec.stages, room, keep, min(64, keep), engine.jumps and engine.stops)
         self.stages = Stages(engine, scheduler, self.pace, clock)
         self.kept = KeptAnswers(engine.row_bytes, clock)
         self.margin = Margin()  # of those who ask from Python

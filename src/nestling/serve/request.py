@@ -1,7 +1,8 @@
 """A request: some images that are answered together, by one deadline; and waiting for it, by a thread or a coroutine.
 
 In: tickets for the stages' thread. Out: Answers, when nothing better will come or time is up. Time is up a margin before the
-deadline: what it took lately from then until an answer was on its way (runtime.promise.Margin). Runs nothing itself.
+deadline: what it took lately from then until an answer was on its way (runtime.promise.Margin). Whoever has nothing by then waits
+until `latest`. Runs nothing itself.
 """
 
 import asyncio
@@ -40,9 +41,12 @@ class ServedRequest:
         self.stages, self.spec, self.prior, self.tickets = stages, spec, prior, tickets
         self.clock, self.began, self.margin = stages.clock, began, margin
         self.due = began + (margin.before(limit) if limit < inf else inf)
+        self.latest = began + (margin.latest(limit) if limit < inf else inf)
+        self.last_call = stages.scheduler.last_call(self.due)
         self.deadline = began + limit
         self.told = [0] * len(tickets)  # the stages of the answers that were sent
         self.left = False  # the client has
+        self.looked = False  # whether what is computed at once may still be in time
         self.traceparent = ""  # which trace of the client's this belongs to
         self.before = self.stage  # what there was when it began
         self.wake: Callable[[], Any] = lambda: None
@@ -53,7 +57,8 @@ class ServedRequest:
         if any(ticket.order >= 0 for ticket in todo):
             raise NestlingError("this answer is being refined already; wait for that")
         for ticket in todo:
-            ticket.deadline, ticket.tell, ticket.trail = self.due, self.tell, [] if every else None
+            ticket.deadline, ticket.latest = self.due, self.latest
+            ticket.tell, ticket.trail = self.tell, [] if every else None
         self.stages.submit(todo)
         return self
 
@@ -104,7 +109,7 @@ class ServedRequest:
 
     def form(self, ticket: Ticket, stage: int | None) -> Answer:
         if ticket.error is not None:
-            failed = f"stage {ticket.best[0] + 1} of {self.spec.name} failed: {ticket.error}"
+            failed = f"stage {ticket.failed} of {self.spec.name} failed: {ticket.error}"
             raise NestlingError(failed) from ticket.error
         final = ticket.final  # read before the logits: they may only be newer
         found, logits, at = *ticket.best, self.clock()
@@ -122,7 +127,20 @@ class ServedRequest:
     def handed(self) -> None:
         """The answer is on its way: how long that took after it was due is what the margin must cover."""
         if self.due < inf:
-            self.margin.observe(max(0.0, self.clock() - self.due))
+            first = max(ticket.ran[0][2] if ticket.ran else inf for ticket in self.tickets)
+            self.margin.observe(max(0.0, self.clock() - (self.latest if first > self.due else self.due)))
+
+    def until(self) -> float:
+        """Until when to wait, as things are. What is computed at once and not done at `last_call` is given up for stage 1."""
+        now = self.clock()
+        if self.stage:
+            return self.due
+        if now < self.last_call:
+            return self.last_call
+        if not self.looked:
+            self.looked = True
+            self.stages.look()
+        return self.due if now < self.due else self.latest
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
@@ -143,7 +161,7 @@ class ServedRequest:
         bell, seen = Bell(), self.before
         self.wake = bell.ring
         try:
-            while not self.over and bell.wait(self.due, self.clock):
+            while not self.over and (bell.wait(self.until(), self.clock) or self.clock() < self.until()):
                 yield from (new := self.news(seen))
                 seen += len(new)
             yield from self.news(seen)
@@ -159,10 +177,14 @@ class ServedRequest:
                 loop.call_soon_threadsafe(rang.set)
 
         self.wake = wake
-        left = self.due - self.clock()
-        timer = loop.call_later(max(0.0, left), rang.set) if left < LONGEST_SLEEP else None
+        moments = {self.last_call, self.due, self.latest}
+        timers = [
+            loop.call_later(max(0.0, at - self.clock()), rang.set)
+            for at in moments
+            if at - self.clock() < LONGEST_SLEEP
+        ]
         try:
-            while not self.over and not self.left and self.clock() < self.due:
+            while not self.over and not self.left and self.clock() < self.until():
                 await rang.wait()
                 rang.clear()
                 for stage in (new := self.news(seen)):
@@ -171,6 +193,6 @@ class ServedRequest:
             for stage in self.news(seen):
                 yield stage
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             self.leave()

@@ -21,14 +21,16 @@ from nestling.runtime.engine import Floats
 CAUTION = 1.1  # a stage is reckoned to take so many times what is predicted
 WORTH_JOINING = 0.8  # images go together where one more costs at most this part of one alone
 SHARE = 0.25  # and where the batch takes at most this part of the time that the most urgent of them has
+AT_ONCE = 1.5  # the last stage is computed at once where everybody who waits could have it, even if it took so many times as long
+LAST_CALL = 2.0  # and given up where it is not done this many times the first stage's time before the deadline
 STALE = 64  # entries of tickets that have left, after which the heaps are made anew
 
 
 class Paces(Protocol):
     """What is asked of a runtime.pace.Pace."""
 
-    def predict(self, stage: int, images: int = 1) -> float:
-        """Seconds that a stage will take on so many images."""
+    def predict(self, stage: int, images: int = 1, straight: bool = False) -> float:
+        """Seconds that a stage will take on so many images; `straight`: D_stage at once, from the image."""
 
 
 class Full(Exception):
@@ -46,6 +48,7 @@ class Ticket:
     x: Any  # the image, normalised, (1,C,H,W)
     deadline: float  # on the clock; inf = none
     confident: tuple[float, ...] = ()  # per stage: a probability that is sure enough to stop
+    latest: float = 0.0  # until when it waits for a first answer, if that is later
     tell: Callable[[], None] = tell_nobody  # for whoever runs the stages: there is news of this ticket
     best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
     trail: list[tuple[int, Floats, float]] | None = (
@@ -54,6 +57,7 @@ class Ticket:
     final: bool = False  # nothing better will ever come: the last stage answered, or one that was sure enough
     over: bool = False  # nothing better will come in time
     error: Exception | None = None
+    failed: int = 0  # the stage that did, if there is an error
     began: float | None = None  # when its first stage was begun
     ran: list[tuple[int, float, float]] = field(
         default_factory=list
@@ -73,6 +77,7 @@ class StageBatch:
     tickets: tuple[Ticket, ...]
     stage: int
     late: bool = False  # hardly in time; run because nobody else waits
+    straight: bool = False  # D_stage at once, without the answers before it
 
 
 Heap = list[tuple[float, int, Ticket]]  # by deadline, then arrival
@@ -81,9 +86,13 @@ Heap = list[tuple[float, int, Ticket]]  # by deadline, then arrival
 class Scheduler:
     """The tickets of one engine. Not thread-safe."""
 
-    def __init__(self, pace: Paces, stages: int, room: int = 256, keep: int = 64, most: int = 64) -> None:
-        """`room`: tickets at a time; `keep`: of these may hold the state of a begun image; `most` go together."""
+    def __init__(
+        self, pace: Paces, stages: int, room: int = 256, keep: int = 64, most: int = 64, jumps: bool = False
+    ) -> None:
+        """`room`: tickets at a time; `keep`: of these may hold the state of a begun image; `most` go together; `jumps`: the
+        engine can compute the last stage at once, and be stopped."""
         self.pace, self.stages, self.room, self.keep, self.most = pace, stages, room, max(1, keep), most
+        self.jumps = jumps and stages > 1
         self.waiting: list[Heap] = [[] for _ in range(stages)]  # by stages done
         self.again: Heap = []  # whose state had to go; they begin anew when there is time
         self.late: Heap = []  # without any stage, and hardly in time
@@ -137,6 +146,8 @@ class Scheduler:
         for heap in (*self.waiting, self.again, self.late):
             self.skim(heap, now, over)
         if any(self.waiting):
+            if self.at_once(now):
+                return self.gather(self.waiting[0], 1, self.stages), over
             return self.gather(*self.level(now)), over
         for heap in (self.again, self.late):
             if heap:
@@ -179,26 +190,29 @@ class Scheduler:
         for ticket in batch.tickets:
             self.remove(ticket)
             ticket.running, ticket.error, ticket.final, ticket.over, ticket.state = False, error, True, True, None
+            ticket.failed = batch.stage
 
     def yields(self, batch: StageBatch, began: float, now: float) -> bool:
-        """Whether a running batch must be stopped: for one that waits for stage 1 and would be late otherwise; or because
-        nobody in it waits any more."""
+        """Whether a running batch must be stopped: for somebody who waits for stage 1, behind others, and would be late
+        otherwise; because nobody in it waits any more; or what is computed at once takes so long that only stage 1 fits."""
         if all(ticket.order < 0 for ticket in batch.tickets):
             return True
-        heap = self.waiting[0]
-        while heap and heap[0][1] != heap[0][2].order:
-            self.stale -= 1
-            heapq.heappop(heap)
-        if not heap or (batch.stage == 1 and not batch.late):
+        if batch.straight and any(now >= self.last_call(ticket.deadline) for ticket in batch.tickets):
+            return True
+        if not self.waiting[0] or (batch.stage == 1 and not batch.late):
             return False
-        deadline, first = heap[0][0], self.takes(1)
-        ends = max(now, began + self.takes(batch.stage, len(batch.tickets)))
-        return now + first <= deadline and (batch.late or deadline < ends + first)
+        ends = max(now, began + self.takes(batch.stage, len(batch.tickets), batch.straight))
+        fresh = sorted(entry for entry in self.waiting[0] if entry[1] == entry[2].order)
+        for count, (deadline, _, _) in enumerate(fresh, start=1):
+            first = self.takes(1, count)  # for everybody up to this one
+            if now + first <= deadline and (batch.late or deadline < ends + first):
+                return True
+        return False
 
     # --- what these share ----------------------------------------------------------------------------------------
 
-    def takes(self, stage: int, images: int = 1) -> float:
-        return CAUTION * self.pace.predict(stage, images)
+    def takes(self, stage: int, images: int = 1, straight: bool = False) -> float:
+        return CAUTION * self.pace.predict(stage, images, straight)
 
     def rest(self, ticket: Ticket) -> float:
         """What a ticket's next answer takes: one stage, or all up to it where its state had to go."""
@@ -206,7 +220,8 @@ class Scheduler:
 
     def push(self, ticket: Ticket) -> None:
         heap = self.again if ticket.done < ticket.best[0] else self.waiting[ticket.done]
-        heapq.heappush(heap, (ticket.deadline, ticket.order, ticket))
+        due = ticket.deadline if ticket.best[0] else max(ticket.deadline, ticket.latest)
+        heapq.heappush(heap, (due, ticket.order, ticket))
 
     def remove(self, ticket: Ticket) -> None:
         if ticket.order >= 0:
@@ -227,7 +242,7 @@ class Scheduler:
             ticket.error = ArithmeticError(
                 "its logits are not numbers (NaN or infinite); check the weights and the image"
             )
-            ticket.final = True
+            ticket.final, ticket.failed = True, stage
             return True
         ticket.best = (stage, logits)
         if ticket.trail is not None:
@@ -275,8 +290,28 @@ class Scheduler:
         fits = 1 + int((limit - one) / more) if more > 0 and limit < inf else self.most
         return min(len(heap), fits, self.most)
 
-    def gather(self, heap: Heap, count: int) -> StageBatch:
-        """The most urgent tickets of a heap, as many as there are of so many."""
+    def last_call(self, deadline: float) -> float:
+        """When somebody without any answer must begin with stage 1 at the latest."""
+        return deadline - LAST_CALL * self.takes(1)
+
+    def at_once(self, now: float) -> bool:
+        """Whether the most urgent gets the last stage at once, without the answers before it: where that is sooner, nobody wants
+        to see these, and there is time to do so for everybody who waits for a first answer."""
+        fresh = self.waiting[0]
+        if not self.jumps or not fresh or any(self.waiting[1:]) or self.together(fresh, 1, now) > 1:
+            return False
+        last = self.takes(self.stages, straight=True)
+        if last >= sum(self.takes(stage) for stage in range(1, self.stages + 1)):
+            return False
+        end = now
+        for _, _, ticket in sorted(entry for entry in fresh if entry[1] == entry[2].order):
+            end += last
+            if ticket.trail is not None or ticket.confident or ticket.deadline < now + AT_ONCE * (end - now):
+                return False
+        return True
+
+    def gather(self, heap: Heap, count: int, straight: int = 0) -> StageBatch:
+        """The most urgent tickets of a heap, as many as there are of so many; `straight`: a stage to compute at once."""
         tickets: list[Ticket] = []
         while heap and len(tickets) < count:
             _, order, ticket = heapq.heappop(heap)
@@ -285,7 +320,7 @@ class Scheduler:
                 tickets.append(ticket)
             else:
                 self.stale -= 1
-        return StageBatch(tuple(tickets), tickets[0].done + 1, late=heap is self.late)
+        return StageBatch(tuple(tickets), straight or tickets[0].done + 1, heap is self.late, bool(straight))
 
     def sweep(self) -> None:
         """Make the heaps anew, without those that have left."""

@@ -51,6 +51,11 @@ class Stages:
                 self.scheduler.leave(ticket)
             self.make_way()
 
+    def look(self) -> None:
+        """See whether the stage that runs must be stopped."""
+        with self.lock:
+            self.make_way()
+
     def close(self) -> None:
         """End the stage that runs, and the thread; tickets that wait are over."""
         with self.lock:
@@ -108,7 +113,9 @@ class Stages:
         except Abandoned:
             with self.lock:
                 self.running = None
-                self.busy += self.clock() - began
+                self.busy += (after := self.clock() - began)
+                if batch.straight and after > self.pace.predict(batch.stage, straight=True):
+                    self.pace.observe(batch.stage, after, straight=True)  # at least: nobody learns of it otherwise
                 self.scheduler.return_unfinished(batch)
             return ()
         except Exception as error:  # engines have no one kind of error
@@ -122,13 +129,13 @@ class Stages:
             self.busy += now - began
             for ticket in batch.tickets:
                 ticket.ran.append((batch.stage, began, now))
-            self.pace.observe(batch.stage, now - began, len(batch.tickets))
+            self.pace.observe(batch.stage, now - began, len(batch.tickets), batch.straight)
             return self.scheduler.finish(batch, state, logits, now)
 
     def state_of(self, batch: StageBatch) -> Any:
         """The state that the batch's images have now, as one."""
         tickets = batch.tickets
-        if batch.stage == 1:
+        if batch.stage == 1 or batch.straight:
             return self.engine.start(
                 tickets[0].x if len(tickets) == 1 else np.concatenate([ticket.x for ticket in tickets])
             )

@@ -76,14 +76,25 @@ class TryPage:
 
     async def models(self, request: Request, model: None) -> Any:
         found = self.service.server.models.values()
-        return [{"name": each.name, "sizes": each.spec.sizes, "classes": each.spec.classes} for each in found]
+        return [
+            {
+                "name": each.name,
+                "sizes": each.spec.sizes,
+                "classes": each.spec.classes,
+                "side": min(each.spec.shape[1:]),
+                "dark": dark(each),
+            }
+            for each in found
+        ]
 
     async def samples(self, request: Request, model: Model) -> Any:
         images, names = pictures(model)
         return [{"name": name, "picture": png(image)} for image, name in zip(images, names, strict=True)]
 
     async def summary(self, request: Request, model: Model) -> Any:
-        return self.service.metrics.summary(model.name, self.service.server.clock())
+        load = self.loads.get(model.name)
+        busy = load is not None and not load.done()
+        return {**self.service.metrics.summary(model.name, self.service.server.clock()), "busy": busy}
 
     async def busy(self, request: Request, model: Model) -> Any:
         on = request.query_params.get("on") == "true"
@@ -130,6 +141,12 @@ def pictures(model: Model) -> tuple[np.ndarray[Any, Any], list[str]]:
     except (NestlingError, KeyError):
         return none
     return found["images"][:SAMPLES].numpy(), [model.spec.classes[int(label)] for label in labels]
+
+
+def dark(model: Model) -> bool:
+    """Whether a network knows drawings as light on dark: so are the pictures of one channel that come with it."""
+    images, _ = pictures(model)
+    return model.spec.shape[0] == 1 and len(images) > 0 and float(images.mean()) < 128
 
 
 def png(image: np.ndarray[Any, Any]) -> str:

@@ -2,7 +2,8 @@
 
 Two parts: from when an answer is due until it is on its way, kept by feedback (runtime.promise.Margin); and what the server does
 not see, a request that waits to be read and a reply that waits to be sent. How late the event loop's own timers are tells how
-long that takes: what two of them, there and back, are late together but for 1 in 100 is taken off, too.
+long that takes: what two of them, there and back, are late together but for 1 in 100 is taken off, too; but for 1 in 10 where
+there is no answer at all yet, since a little late is worth more than nothing.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from nestling.runtime.promise import Margin
 PERIOD = 0.005  # seconds between two beats
 KEPT = 800  # beats: four seconds
 USUAL = 0.99  # of the ways there and back took at most so long
+HOPED = 0.9  # the same for those who have no answer yet
 MOST = 0.5  # of a deadline that is given away
 
 
@@ -24,7 +26,8 @@ class Way(Margin):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(0.01)
-        self.clock, self.lags, self.both, self.count = clock, deque[float](maxlen=KEPT), 0.0, 0
+        self.clock, self.lags, self.count = clock, deque[float](maxlen=KEPT), 0
+        self.both = self.hoped = 0.0
 
     def beaten(self, late: float) -> None:
         """A timer of the event loop was so late."""
@@ -33,15 +36,20 @@ class Way(Margin):
         if self.count % 8 == 1:
             there = list(self.lags)
             back = there[len(there) // 2 :] + there[: len(there) // 2]  # another moment's
-            self.both = sorted(map(add, there, back))[int(USUAL * (len(there) - 1))]
+            order = sorted(map(add, there, back))
+            self.both, self.hoped = (order[int(share * (len(there) - 1))] for share in (USUAL, HOPED))
 
-    def unseen(self) -> float:
+    def unseen(self, hoped: bool = False) -> float:
         """Seconds of the way that the server does not see."""
-        return self.both
+        return self.hoped if hoped else self.both
 
     def before(self, deadline: float) -> float:
         """When an answer is due, in seconds from the start."""
         return deadline - min(self.value + self.LEAVING + self.unseen(), MOST * deadline)
+
+    def latest(self, deadline: float) -> float:
+        """When to give up where there is no answer at all yet, in seconds from the start."""
+        return max(self.before(deadline), deadline - self.LEAVING - self.unseen(hoped=True))
 
     async def beat(self) -> None:
         """For ever: see how late the event loop is."""
@@ -66,5 +74,5 @@ class ProxyWay(Way):
         if self.fetches % 8 == 1:
             self.trip = sorted(self.trips)[int(USUAL * (len(self.trips) - 1))]
 
-    def unseen(self) -> float:
-        return super().unseen() + 2 * self.trip
+    def unseen(self, hoped: bool = False) -> float:
+        return super().unseen(hoped) + 2 * self.trip

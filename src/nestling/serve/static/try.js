@@ -2,7 +2,7 @@
 // The page at /: asks about a picture and shows every stage's answer as it comes. Nothing is fetched from elsewhere.
 const $ = name => document.getElementById(name);
 const shown = 3, points = 60, period = 1000;
-let models = [], asked = 0, last = null, history = [], stream = null;
+let models = [], asked = 0, last = null, history = [], stream = null, switching = false;
 
 function headers(more) {
   const token = sessionStorage.getItem("nestling-token");
@@ -75,6 +75,32 @@ function row(reply) {
   return entry;
 }
 
+// From when on there was which answer: [milliseconds, stage], until the deadline.
+function lane(name, answers, end, said) {
+  const bar = make("div", "", "bar"), track = make("span", "", "track");
+  [[0, 0], ...answers].forEach(([from, stage], place, all) => {
+    const until = place + 1 < all.length ? all[place + 1][0] : end;
+    const part = make("span", "", stage ? `fill ${tone(stage)}` : "");
+    part.style.width = `${100 * (until - from) / end}%`;
+    track.append(part);
+  });
+  bar.append(make("span", name), track, make("span", said));
+  return bar;
+}
+function compare(replies, limit) {
+  const answers = replies.map(each => [each.parameters.elapsed_ms, each.parameters.stage]);
+  const end = Math.max(limit, ...answers.map(each => each[0])), names = replies.map(each => each.outputs.find(out => out.name === "class").data[0]);
+  const whole = answers.filter(each => each[1] === model().sizes.length);
+  $("lanes").replaceChildren(
+    lane("this network", answers, end, names.length ? names[names.length - 1] : "nothing"),
+    lane("ordinary one", whole, end, whole.length ? names[names.length - 1] : "nothing"));
+  $("end").textContent = `${end.toFixed(0)} ms`;
+  $("ordinary").textContent = whole.length
+    ? `A network that answers only at its end, as ordinary ones do, had said nothing before ${whole[0][0].toFixed(1)} ms.`
+    : "A network that answers only at its end, as ordinary ones do, had said nothing by then.";
+  $("times").hidden = false;
+}
+
 async function ask(blob, alt) {
   const mine = ++asked, limit = deadline();
   last = [blob, alt];
@@ -85,8 +111,8 @@ async function ask(blob, alt) {
   $("picture").alt = alt;
   $("picture").hidden = false;
   $("stages").replaceChildren();
-  $("ordinary").textContent = "";
-  let answer = null;
+  $("times").hidden = true;
+  const replies = [];
   try {
     const path = `v2/models/${encodeURIComponent(model().name)}/infer`;
     const options = { method: "POST", body: blob, signal: stream.signal };
@@ -98,10 +124,11 @@ async function ask(blob, alt) {
         const message = text.slice(0, end), found = JSON.parse(message.slice(message.indexOf("data: ") + 6));
         if (mine !== asked) return;
         if (found.error) throw new Error(found.error);
-        answer = found;
+        replies.push(found);
         $("stages").append(row(found));
       }
     }
+    const answer = replies[replies.length - 1];
     if (mine !== asked || !answer) return;
     const said = answer.outputs.find(each => each.name === "class").data[0], at = answer.parameters;
     const end = at.final ? "and nothing better can come" : "the best there was by the deadline";
@@ -109,13 +136,12 @@ async function ask(blob, alt) {
     $("verdict").className = "";
   } catch (error) {
     if (error.name === "AbortError" || mine !== asked) return;
-    $("verdict").textContent = error.message.startsWith("no stage") ? `No answer: no stage was done by the deadline (${limit} ms).` : error.message;
+    const late = error.message.startsWith("no stage");
     $("verdict").className = "bad";
+    $("verdict").textContent = late ? `No answer: no stage was done by the deadline (${limit} ms).` : error.message;
+    if (!late) return;
   }
-  const all = answer && answer.parameters.stage === model().sizes.length;
-  $("ordinary").textContent = all
-    ? `A network that answers only at its end, as ordinary ones do, had said nothing before ${answer.parameters.elapsed_ms.toFixed(1)} ms.`
-    : `A network that answers only at its end, as ordinary ones do, had said nothing by then.`;
+  compare(replies, limit);
 }
 
 function chart(found) {
@@ -135,7 +161,8 @@ function chart(found) {
     each.stages.forEach((count, stage) => { if (count) bar(place, top -= 160 * count / most, count, tone(stage)); });
     if (each.late) bar(place, top, each.late, "late");
   });
-  $("top").textContent = `height: up to ${(most / found.seconds).toFixed(0)} requests a second`;
+  if (!switching) $("busy").checked = found.busy;
+  $("top").textContent = `height: up to ${(most / found.seconds).toFixed(most < 10 * found.seconds ? 1 : 0)} requests a second`;
   $("chart").replaceChildren($("chart").querySelector("title"), ...parts);
   const rate = (found.requests / found.seconds).toFixed(1);
   $("load").textContent = found.requests
@@ -152,7 +179,13 @@ async function look() {
 // --- own pictures ----------------------------------------------------------------------------------------------------
 const paper = $("paper"), pen = paper.getContext("2d"), video = $("video");
 let drawing = false;
-function wipe() { pen.fillStyle = "#fff"; pen.fillRect(0, 0, paper.width, paper.height); }
+function wipe() { // digits are often light on dark, and a network knows no other
+  const dark = model().dark;
+  paper.classList.toggle("dark", dark);
+  pen.fillStyle = dark ? "#000" : "#fff";
+  pen.strokeStyle = dark ? "#fff" : "#000";
+  pen.fillRect(0, 0, paper.width, paper.height);
+}
 function close() {
   for (const track of video.srcObject ? video.srcObject.getTracks() : []) track.stop();
   video.srcObject = null;
@@ -167,6 +200,7 @@ function open(element) {
 $("draw").onclick = () => { open(paper); wipe(); };
 $("camera").onclick = async () => {
   try {
+    if (!navigator.mediaDevices) throw new Error("browsers lend it to https and to this machine only");
     const camera = await navigator.mediaDevices.getUserMedia({ video: true });
     open(video);
     video.srcObject = camera;
@@ -178,7 +212,7 @@ paper.onpointermove = event => { if (drawing) stroke(event); };
 paper.onpointerup = () => { drawing = false; };
 function stroke(event) {
   const box = paper.getBoundingClientRect(), scale = paper.width / box.width;
-  pen.lineWidth = 18;
+  pen.lineWidth = Math.max(18, 1.3 * paper.width / model().side); // a thinner line is none in a picture of 8 x 8
   pen.lineCap = pen.lineJoin = "round";
   pen.lineTo((event.clientX - box.left) * scale, (event.clientY - box.top) * scale);
   pen.stroke();
@@ -203,7 +237,12 @@ $("token-row").onsubmit = event => {
   sessionStorage.setItem("nestling-token", $("token").value);
   begin();
 };
-$("busy").onchange = () => get(`try/busy/${encodeURIComponent(model().name)}?on=${$("busy").checked}`, { method: "POST" })
-  .catch(error => { $("verdict").textContent = error.message; });
+$("busy").onchange = async () => {
+  switching = true;
+  try {
+    await get(`try/busy/${encodeURIComponent(model().name)}?on=${$("busy").checked}`, { method: "POST" });
+  } catch (error) { $("verdict").textContent = error.message; }
+  switching = false;
+};
 $("deadline").oninput();
 begin().then(look, error => { $("verdict").textContent = error.message; look(); });
