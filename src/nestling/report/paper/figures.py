@@ -19,6 +19,7 @@ from nestling.report.paper.pictures import VIEWS
 from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables, tiny_tables
 from nestling.report.publish import publish
 from nestling.report.records import Run, find
+from nestling.studies.paper.constant import as_usual
 from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
 from nestling.studies.paper.lent import lent
 from nestling.studies.paper.results import (
@@ -53,7 +54,7 @@ def draw(
     rows = merged(read_results(results), collect(folders))
     tiny, whole = [row for row in rows if row.get("data") == TINY], data == "cifar10" and not settings
     shared = [{**row, "changes": less(row["changes"], settings)} for row in rows if row.get("data") != TINY]
-    rows = lent([row for row in shared if row["changes"] is not None], parts)
+    rows = lent(as_usual([row for row in shared if row["changes"] is not None]), parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]
     refuse_unknown(names, means)
     orders, unordered = order_figure(means, data)
