@@ -138,6 +138,10 @@ def test_settings_are_said_in_words() -> None:
     flags = "strategy.importance=1.0,1.0,2.0 train.decay_norms=False train.schedule=cosine train.average=0.999"
     said = "sgd, loss weights 1 1 2, norms spared, cosine schedule, averaged weights 0.999"
     assert words(f"sgd {flags}") == said
+    assert words("sgd train.distill=0.5 train.teacher=runs/w4") == "sgd, distillation 0.5, taught by w4", (
+        "not by itself"
+    )
+    assert words("sgd network.heads=added train.distill=0.5") == "sgd, added heads, self-distillation 0.5"
     [line] = network_table(
         "width-resnet42", compare(rows("width-resnet42", "sgd", [1.0, 1.0, 1.0], changes=flags)), beside=False
     ).rows
