@@ -18,9 +18,9 @@ from nestling.report.paper.price import cost_table
 from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
 from nestling.studies.paper.constant import as_usual
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
-from nestling.studies.paper.grid import recipe_of, sizes_of
+from nestling.studies.paper.grid import trains
 from nestling.studies.paper.lent import lent
-from nestling.studies.paper.results import INDEPENDENT, TINY, Row, compare, read_results
+from nestling.studies.paper.results import TINY, Row, compare, read_results
 from nestling.studies.paper.statistics import image_error
 
 TABLES = ("table1", "table2", "digits")
@@ -91,12 +91,6 @@ def variants(rows: Sequence[Row], network: str) -> list[Row]:
     """Means of one network's runs that changed something, at the stages that they train."""
     changed = [row for row in rows if row["network"] == network and row["changes"] and row["data"] == "cifar10"]
     return compare([row for row in changed if trains(row)])
-
-
-def trains(row: Row) -> bool:
-    """Whether a row's stage has a loss of any weight, when training ends."""
-    importance, stages = recipe_of(row).strategy.importance, len(sizes_of(row["network"]))
-    return row["strategy"] in INDEPENDENT or not importance or importance[-stages:][row["stage"] - 1] > 0
 
 
 def images(rows: Sequence[Row]) -> str:

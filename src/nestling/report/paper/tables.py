@@ -94,7 +94,7 @@ def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
     small = "" if paper is None else f"paper\u00a0{paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
     if row is None:
         return Cell("–", small=small)
-    spread = [] if row["std"] is None else [f"± {row['std']:.2f}"]
+    spread = [] if row["std"] is None else [f"±\u00a0{row['std']:.2f}"]
     mark = [MARKS[row["error"] < row["paper"]]] if row["beyond"] and paper is not None else []
     return Cell(f"{row['error']:.2f}", " ".join(spread + mark), small)
 

@@ -158,6 +158,16 @@ def recipe_of(row: Row) -> Recipe:
     return override(named(recipes[row["network"]]), [*settings, f"train.seed={row['seed']}"])
 
 
+def trains(row: Row) -> bool:
+    """Whether a row's stage has a loss of any weight, when training ends."""
+    field = "strategy.importance="
+    given = [each.removeprefix(field) for each in row["changes"].split() if each.startswith(field)]
+    if not given or row["strategy"] in INDEPENDENT:
+        return True
+    stages = len(sizes_of(row["network"]))
+    return float(given[0].split(",")[-stages:][row["stage"] - 1]) > 0
+
+
 def train_cells(
     chosen: Sequence[tuple[str, Recipe]],
     out: str,
