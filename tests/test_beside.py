@@ -14,6 +14,7 @@ from nestling.recipes import named
 from nestling.recipes.recipe import Recipe
 from nestling.runs.folder import RunDir
 from nestling.train import Training, side_by_side, train
+from nestling.train.beside import Turn, fitting
 from nestling.train.capabilities import OutOfMemory
 
 
@@ -52,6 +53,28 @@ def test_the_next_run_begins_as_soon_as_one_has_ended(tmp_path: Path, monkeypatc
     recipe, path = chosen[2]
     train(recipe, path + "-alone", quiet=True)
     assert all(torch.equal(value, weights(Path(path + "-alone"))[key]) for key, value in weights(Path(path)).items())
+
+
+def test_what_would_not_be_finished_in_time_is_not_begun_while_others_can_be(tmp_path: Path) -> None:
+    """Of 100 seconds the first takes 60: the second, of 50, waits, and the third, of 30, is begun in its place."""
+    takes = {"run0": 60.0, "run1": 50.0, "run2": 30.0, "run3": 20.0}
+    waiting = runs(tmp_path, 1, 1, 1, 1)
+    turns: list[Any] = []
+    for wanted in (0, 2, None):
+        found = fitting(waiting, turns, 100.0, lambda recipe, path: takes[Path(path).name])
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            recipe, path = waiting.pop(found)
+            assert path.endswith(f"run{wanted}")
+            turns.append(Turn(recipe, path, None, iter(())))  # type: ignore[arg-type]
+    assert fitting(waiting, [], 10.0, lambda recipe, path: 50.0) == 0, (
+        "with nothing else to do one is begun, for another time"
+    )
+    ended = [
+        Path(each.path).name
+        for each in side_by_side(runs(tmp_path, 1, 1), 2, seconds=600, takes=lambda *_: 500, quiet=True)
+    ]
+    assert ended == ["run0", "run1"], "one after another, since both would not fit side by side"
 
 
 def test_one_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "average": ("train.average=0.8",),
     "smoothing": ("train.smoothing=0.1",),
     "clip": ("train.clip=0.05",),
+    "added heads": ("network.heads=added",),
+    "hidden heads": ("network.heads=hidden", "strategy.importance=1,0.5,2"),
     "everything": ("strategy.importance=1,0.5,2", "strategy.order=2,3,1", "train.distill=0.3", "train.average=0.5"),
 }
 
@@ -91,7 +93,9 @@ def plain_update(rows: list[Tensor], strategy: StrategyRecipe) -> Tensor:
 
 
 @pytest.mark.parametrize("own_subnets", [False, True])
-@pytest.mark.parametrize("option", ["importance", "order", "distill", "smoothing", "everything"])
+@pytest.mark.parametrize(
+    "option", ["importance", "order", "distill", "smoothing", "added heads", "hidden heads", "everything"]
+)
 @pytest.mark.parametrize("strategy", ["sgd", "sgd-sum", "osgd"])
 def test_a_step_fills_in_the_gradient_that_the_recipe_describes(
     strategy: str, option: str, own_subnets: bool, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +144,48 @@ def test_normalised_gradients_have_the_norm_that_the_recipe_says(
     Step(net, torch.optim.SGD(parameters, lr=0.1), chosen).gradients(x.contiguous(memory_format=torch.channels_last), y)
     found = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
     assert float((found - expected).norm() / torch.as_tensor(expected).norm()) < 1e-6
+
+
+# --- weights that change ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_subnets", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_weights_of_losses_share_the_epochs(
+    strategy: str, own_subnets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every epoch the step is that of a recipe which has that epoch's weights alone."""
+    monkeypatch.setattr("nestling.train.step.worth_own_subnets", lambda _: own_subnets)
+    changing = recipe(strategy, "strategy.importance=1,2,3,3,1,1", "train.epochs=4")
+    x, y = batch()
+    net = build(changing.network).double().train()
+    step = Step(net, torch.optim.SGD(net.parameters(), lr=0.1), changing)
+    for epoch, now in ((0, "1,2,3"), (1, "1,2,3"), (2, "3,1,1"), (3, "3,1,1"), (0, "1,2,3")):
+        step.begin(epoch)
+        step.gradients(x, y)
+        other = build(changing.network).double().train()
+        fixed = Step(other, torch.optim.SGD(other.parameters(), lr=0.1), recipe(strategy, f"strategy.importance={now}"))
+        fixed.begin(epoch)
+        fixed.gradients(x, y)
+        mine, its = ([p.grad for p in each.parameters() if p.grad is not None] for each in (net, other))
+        assert mine and all(torch.equal(one, two) for one, two in zip(mine, its, strict=True)), (epoch, now)
+        net.zero_grad()
+
+
+def test_a_stage_without_a_loss_learns_when_its_turn_comes(tmp_path: Path) -> None:
+    settings = ("strategy.name=sgd", "strategy.importance=0,0,1,1,1,1", "train.weight_decay=0", "data.limit=128")
+    made = digits(*settings, "train.epochs=2")
+    training = Training(made, RunDir.create(tmp_path / "run"))
+    head = training.net.layer("head1.linear").weight
+    before = head.detach().clone()
+    kept = [head.detach().clone() for _ in training.epochs()]
+    steps = len(kept) // 2
+    assert all(torch.equal(each, before) for each in kept[:steps]) and not torch.equal(kept[-1], before)
+
+
+def test_weights_that_are_none_at_some_time_are_refused() -> None:
+    with pytest.raises(NestlingError, match="at least one above zero at any time"):
+        make_combiner(StrategyRecipe("sgd", importance=(1, 1, 1, 0, 0, 0)), 3)
 
 
 # --- orders that change ----------------------------------------------------------------------------------------------

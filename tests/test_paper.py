@@ -6,14 +6,17 @@ import random
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from nestling.commands.paper import command, show
 from nestling.errors import NestlingError
+from nestling.files import WEIGHTS
 from nestling.nets import NETS, plan
 from nestling.recipes import RECIPES, named
 from nestling.recipes.recipe import StrategyRecipe, override
@@ -21,6 +24,7 @@ from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.tables import gap_table, missing, network_table
 from nestling.runs.folder import RunDir
+from nestling.studies.paper.constant import CONSTANTS, SHORT, as_usual, setting
 from nestling.studies.paper.everything import Job, everything, missing_jobs
 from nestling.studies.paper.grid import SCOPES, TABLES, cells, four_orders, recipe_of, run_name, train_cells
 from nestling.studies.paper.results import (
@@ -39,7 +43,7 @@ from nestling.studies.paper.results import (
     strategy_name,
 )
 from nestling.studies.sweep.processes import Processes
-from nestling.train import Training
+from nestling.train import Training, side_by_side, train
 
 QUICK = ("train.epochs=2", "data.limit=256", "train.batch=64", "train.diagnostics=false")
 
@@ -301,8 +305,35 @@ def test_what_is_missing_is_a_command() -> None:
 # --- everything, most valuable first ----------------------------------------------------------------------------------
 
 
+def trial_rows(best: float, names: tuple[str, ...] = ("normsgd", "osgd-norm")) -> list[dict[str, Any]]:
+    """Rows of calibrations in which this constant was best, of all networks."""
+    return [
+        row(5.0 if constant == best else 9.0, network=network, strategy=name, changes=changes(recipe), epochs=30)
+        for network, base in {**TABLES["table1"], **TABLES["table2"]}.items()
+        for name in names
+        for constant in CONSTANTS
+        for recipe in [override(named(base), [f"strategy.name={name}", *SHORT, setting(constant)])]
+    ]
+
+
+def test_normalised_gradients_wait_for_their_constant_and_then_have_it() -> None:
+    before = [job for job in everything() if "norm" in job.name]
+    assert len(before) == 6 * 2 * len(CONSTANTS) and {job.recipe.train.epochs for job in before} == {30}
+    assert {job.recipe.data.validation for job in before} == {5000}, "chosen on images that no result is told of"
+    rows = trial_rows(8.0)
+    found = [job for job in everything(rows=rows) if "norm" in job.name and job.recipe.train.epochs == 200]
+    assert len(found) == 6 * 2 * 3 + 1 and {job.recipe.strategy.constant for job in found} == {8.0}
+    assert "depth-sparse98-alone-norm4-constant-8-seed0" in {job.name for job in found}
+    assert not [job for job in everything(rows=rows[:-1]) if job.name.startswith("even-resnet42-osgd-norm-constant")]
+    finished = [
+        row(1.0, network="width-resnet42", strategy="normsgd", changes=said) for said in ("strategy.constant=8", "")
+    ]
+    shown = as_usual([*rows, *finished])
+    assert [each["changes"] for each in shown] == ["", "strategy.constant=0.5"], "and trials are no cells of a table"
+
+
 def test_everything_comes_in_order_of_value_and_once() -> None:
-    jobs = everything()
+    jobs = everything(rows=trial_rows(0.5))
     names = [job.name for job in jobs]
     assert len(names) == len(set(names)) == len({job.recipe for job in jobs})
     assert names.index("tiny-depth-sparse66-osgd-seed0") < names.index("width-resnet42-osgd-order-2_1_3-seed0")
@@ -312,7 +343,8 @@ def test_everything_comes_in_order_of_value_and_once() -> None:
     seeds = [job.recipe.train.seed for job in jobs[: 6 * 9]]
     assert seeds == sorted(seeds), "a first answer for all comes before a second"
     places = [names.index(f"depth-sparse98-{each}") for each in (
-        "osgd-seed2", "normsgd-seed0", "greedy-seed0", "alone1-seed0", "alone4-seed2", "osgd-order-4_3_2_1-seed0",
+        "osgd-seed2", "normsgd-validation-5000-constant-2-epochs-30-schedule-cosine-seed0", "normsgd-seed0",
+        "greedy-seed0", "alone1-seed0", "alone4-seed2", "osgd-order-4_3_2_1-seed0",
         "osgd-scope-block-seed0", "osgd-weight_decay-0.0001-seed0", "normsgd-seed1", "greedy-seed1",
     )]  # fmt: skip
     assert places == sorted(places)
@@ -374,7 +406,7 @@ def test_all_that_ran_out_of_time_says_what_is_left(tmp_path: Path, monkeypatch:
     """No error: it has a checkpoint, and goes on another time."""
     seen: list[Any] = []
 
-    def no_time(chosen: Any, *rest: Any) -> dict[str, str]:
+    def no_time(chosen: Any, *rest: Any, takes: Any) -> dict[str, str]:
         seen.append((chosen, rest))
         return {}
 
@@ -387,6 +419,54 @@ def test_all_that_ran_out_of_time_says_what_is_left(tmp_path: Path, monkeypatch:
     assert (out, beside, seconds) == (str(tmp_path), 6, 120)
     assert line == "nestling paper all --network width-resnet42 --strategy sgd --seeds 3 --beside 6"
     show(found)
+
+
+def test_runs_travel_in_small_files_and_go_on_elsewhere_as_if_never_stopped(tmp_path: Path) -> None:
+    """One finished run and one in progress are packed on a machine that is given back; on the next one nothing is trained
+    twice, and the weights are those of a run that was never stopped."""
+    words: dict[str, Any] = {"network": ("width-digits",), "strategy": ("sgd", "osgd"), "set": QUICK}
+    first: dict[str, Any] = {"out": str(tmp_path / "a" / "runs"), "results": str(tmp_path / "a")}
+    second: dict[str, Any] = {"out": str(tmp_path / "b" / "runs"), "results": str(tmp_path / "b")}
+    packed = str(tmp_path / "packed")
+    command("digits", **words | {"strategy": ("sgd",)}, **first)
+    recipe = next(recipe for _, recipe in cells("digits", ("width-digits",), ("osgd",), 1, QUICK))
+    halfway = Path(first["out"]) / run_name(recipe)
+    for _ in side_by_side([(recipe, str(halfway))], 1, "test", seconds=0.01, quiet=True):
+        pass
+    assert logged(halfway) == 1
+    found = command("pack", **first, packed=packed, files=40, mib=1)
+    assert found["runs"] == (halfway.name.replace("osgd", "sgd"), halfway.name) and not found["left_out"]
+    assert all(Path(path).stat().st_size <= 2**20 for path in found["files"])
+    show(found)
+    brought = command("unpack", **second, packed=packed)
+    assert tuple(brought["runs"]) == found["runs"] and len(read_results(second["results"])) == 3
+    show(brought)
+    assert command("unpack", **second, packed=packed)["runs"] == [], "what is here is left as it is"
+    assert not command("digits", **words, **second)["failed"]
+    train(recipe, str(tmp_path / "whole"), quiet=True)
+    mine, _ = RunDir(Path(second["out"]) / halfway.name).load_tensors(WEIGHTS)
+    whole, _ = RunDir(tmp_path / "whole").load_tensors(WEIGHTS)
+    assert all(torch.equal(mine[key], value) for key, value in whole.items())
+    assert len(read_results(second["results"])) == 6
+
+
+def test_what_finds_no_room_is_named_and_what_is_not_packed_runs_is_refused(tmp_path: Path) -> None:
+    for name in ("small", "large"):
+        run = RunDir.create(tmp_path / "runs" / name)
+        run.write_recipe(named("digits-width"))
+        run.append_log({"epoch": 1})
+        run.save_checkpoint({"noise": torch.rand(400_000 if name == "large" else 10)}, {})
+    found = command("pack", out=str(tmp_path / "runs"), packed=str(tmp_path / "to"), files=1, mib=1)
+    assert (found["runs"], found["left_out"]) == (("small",), ("large",))
+    (tmp_path / "to" / "runs.tar.1").write_bytes(b"x" * 9999)
+    with pytest.raises(NestlingError, match="damaged or lacks a part"):
+        command("unpack", out=str(tmp_path / "new"), results="", packed=str(tmp_path / "to"))
+    with tarfile.open(tmp_path / "to" / "runs.tar.1", "w") as tar:
+        tar.addfile(tarfile.TarInfo("../recipe.json.z"))
+    with pytest.raises(NestlingError, match="which nestling paper pack does not write"):
+        command("unpack", out=str(tmp_path / "new"), results="", packed=str(tmp_path / "to"))
+    with pytest.raises(NestlingError, match="holds no packed runs"):
+        command("unpack", out=str(tmp_path / "new"), results="", packed=str(tmp_path / "nowhere"))
 
 
 def test_rows_are_kept_as_soon_as_a_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from nestling.report.paper.deadline_rows import read_studies
 from nestling.report.paper.figures import lent
 from nestling.report.paper.pictures import VIEWS
 from nestling.studies.deadline import FRACTIONS
+from nestling.studies.paper.grid import trains
 from nestling.studies.paper.results import read_csv
 
 SET = ("train.epochs=2", "data.limit=600", "train.batch=20", "train.diagnostics=false", "network.blocks=1,1")
@@ -284,3 +285,12 @@ def test_the_grids_rows_are_in_one_file_with_their_conditions(grid: Grid) -> Non
         "data.limit=600 network.blocks=1,1 train.epochs=2 train.batch=20"
     }
     assert all(row["data"] == "digits" and row["split"] == "test" and row["n"] == 360 for row in rows)
+
+
+def test_a_stage_without_a_loss_has_no_place_in_a_table() -> None:
+    """What it says is chance: 90 % of error would only mislead."""
+    nest = {"network": "width-resnet42", "strategy": "sgd", "changes": "strategy.importance=0.0,0.0,1.0"}
+    assert [trains({**nest, "stage": stage}) for stage in (1, 2, 3)] == [False, False, True]
+    later = {**nest, "changes": "strategy.importance=0.0,0.0,1.0,1.0,0.0,2.0 train.average=0.999"}
+    assert [trains({**later, "stage": stage}) for stage in (1, 2, 3)] == [True, False, True], "as training ends"
+    assert trains({**nest, "strategy": "alone", "stage": 1}) and trains({**nest, "changes": "", "stage": 1})

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +14,18 @@ from rich.text import Text
 from nestling.commands.sweep import told
 from nestling.data.tiny_imagenet import prepared
 from nestling.errors import NestlingError
+from nestling.files import RESULTS
 from nestling.recipes.recipe import Recipe
 from nestling.report.paper.tables import LEGEND, Table, tables
-from nestling.studies.paper.everything import CIFAR10, SEEDS, TINY_NETWORKS, Job, everything, missing_jobs
+from nestling.studies.paper.everything import CIFAR10, SEEDS, TINY_NETWORKS, Job, everything, missing_jobs, seconds_left
 from nestling.studies.paper.grid import CHOICES, cells, known, train_cells
+from nestling.studies.paper.packed import pack, unpack
 from nestling.studies.paper.results import TINY, collect, compare, read_results, store
 from nestling.studies.sweep.driver import SweepRun, sweep
 
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
+CARRY = ("pack", "unpack")
 
 
 def command(
@@ -42,6 +46,9 @@ def command(
     plan: bool = False,
     on: Literal["local", "ray"] = "local",
     quiet: bool = False,
+    packed: str = "runs/packed",
+    files: int = 8,
+    mib: int = 8,
 ) -> dict[str, Any]:
     """Train a part of the paper's grid (skipping what is finished), or draw its tables and figures from what there is.
 
@@ -49,8 +56,9 @@ def command(
         part: table1, table2, table3, tiny (table 3 on Tiny ImageNet), scopes (osgd's four), priorities (four orders), digits
             (a small grid); all trains what is missing of CIFAR-10 and, where it is prepared, Tiny ImageNet, most valuable
             first, and counts rows of results whose run folders are gone; figures draws all tables and figures, findings writes
-            the tables of docs/findings.md and docs/tables.md from the results, profile measures the latency of every network
-            that has a finished run.
+            the tables of docs/findings.md, tables.md and cost.md from the results, profile measures the latency of every network
+            that has a finished run; pack puts what is needed to go on elsewhere (finished runs without their weights, checkpoints
+            of those in progress) into a few small files, unpack brings it back and adds the rows.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
             all but alone-norm, which is independent nets with normalised gradients.
@@ -62,7 +70,8 @@ def command(
         results: where one row per run and stage goes as soon as the run is finished: a CSV file, or a folder of files named
             by data and device. Figures read all files of this folder. Empty: nowhere.
         page: where figures go, by default runs/figures.html, which also makes runs/figures.md and the folder runs/figures/
-            with the pictures; the page with marks that findings are written into, by default docs/findings.md and docs/tables.md.
+            with the pictures; the page with marks that findings are written into, by default docs/findings.md, docs/tables.md
+            and docs/cost.md.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.
@@ -71,7 +80,12 @@ def command(
         on: where to train; local: this process; ray: a Ray cluster (RAY_ADDRESS, or the one that runs here), a run to a core or
             to its share of a GPU, as `nestling sweep --on ray` does. Run folders come home to --out.
         quiet: no progress of what Ray trains.
+        packed: folder of the packed files.
+        files: pack: how many files at most.
+        mib: pack: how many MiB each of them at most.
     """
+    if part in CARRY:
+        return {"part": part, **carried(part, out, results, packed, files, mib)}
     if part in WRITE_UP:
         return {"part": part, **write_up(part, out, results, page, strategy, data, set)}
     if part == ALL and (scope or order):
@@ -91,9 +105,17 @@ def command(
     words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
     line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
     seconds = 60 * minutes if minutes else float("inf")
-    train = partial(train_on_ray, quiet=quiet) if on == "ray" else train_cells
+    train = partial(train_on_ray, quiet=quiet) if on == "ray" else partial(train_cells, takes=seconds_left)
     line += " --on ray" if on == "ray" else ""
     return trained(part, jobs, line, out, results, beside, seconds, dry, train)
+
+
+def carried(part: str, out: str, results: str, where: str, files: int, mib: int) -> dict[str, Any]:
+    """Runs packed to travel, or brought home: then with their rows."""
+    if part == "pack":
+        return asdict(pack(Path(out), Path(where), files, mib))
+    brought = unpack(Path(where), Path(out))
+    return {"runs": brought, "rows": keep([Path(out) / name for name in brought], results)}
 
 
 def train_on_ray(
@@ -171,7 +193,8 @@ def jobs_of_all(
     """What is missing, in order of value."""
     known(network, (*CIFAR10, *TINY_NETWORKS), "network")
     known(strategy, CHOICES, "strategy")
-    return missing_jobs(everything(network, strategy, seeds, settings), Path(out), read_results(results))
+    rows = [*read_results(results), *collect(path.parent for path in sorted(Path(out).glob(f"*/{RESULTS}")))]
+    return missing_jobs(everything(network, strategy, seeds, settings, rows=rows), Path(out), rows)
 
 
 def ready(job: Job) -> bool:
@@ -205,6 +228,13 @@ def show(result: dict[str, Any]) -> Group:
     """The tables, and where everything is."""
     if "plan" in result:
         return Group(plan_table(result["plan"])) if result["plan"] else Group(Text("Nothing is missing."))
+    if result["part"] == "unpack":
+        return Group(
+            Text("\n".join([f"{len(result['runs'])} runs are here", *(f"rows are in {p}" for p in result["rows"])]))
+        )
+    if result["part"] == "pack":
+        lines = [f"{len(result['runs'])} runs in {', '.join(result['files']) or 'no file: there are none'}"]
+        return Group(Text("\n".join([*lines, *(f"no room for {name}" for name in result["left_out"])])))
     if result["part"] == "profile":
         return Group(Text("\n".join(["measured:", *(result["measured"] or ["nothing: all networks have profiles"])])))
     if result["part"] == "findings":

@@ -13,6 +13,7 @@ from nestling.errors import NestlingError, nearest
 from nestling.nets.births import Growth, alone, grow, growth_of
 from nestling.nets.cascade import cascade
 from nestling.nets.early import beside, own_part
+from nestling.nets.heads import with_heads
 from nestling.nets.msdnet import msdnet
 from nestling.nets.plan import Node, Plan
 from nestling.nets.resnet import resnet
@@ -154,6 +155,11 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
     growth = grow(arch.growth, arch.stripes)
     if recipe.alone and recipe.ensemble:
         raise NestlingError("network.alone and network.ensemble exclude each other: set one of them.")
+    if recipe.heads != "own" and (recipe.ensemble or recipe.early):
+        raise NestlingError(
+            f"network.heads={recipe.heads} would change the answers of networks that are kept as they are; leave it out with "
+            "network.ensemble and network.early"
+        )
     if recipe.ensemble:
         count = len(arch.exits) or growth.stages
         members = [arch.stage_alone(growth, s) for s in range(1, count + 1)]
@@ -167,8 +173,8 @@ def plan(recipe: NetworkRecipe, classes: int | None = None, shape: ImageShape | 
         sizes = arch.plan(recipe.name, growth, shape, classes).sizes
         single = arch.stage_alone(growth, recipe.alone)
         planned = single.plan(f"{recipe.name}-alone", grow(single.growth, single.stripes), shape, classes)
-        return replace(planned, sizes=(sizes[recipe.alone - 1],))
-    return arch.plan(recipe.name, growth, shape, classes)
+        return with_heads(replace(planned, sizes=(sizes[recipe.alone - 1],)), recipe.heads)
+    return with_heads(arch.plan(recipe.name, growth, shape, classes), recipe.heads)
 
 
 def kept(recipe: NetworkRecipe, arch: Architecture, own: Plan, shape: ImageShape, classes: int) -> Plan:

@@ -52,6 +52,8 @@ class NetworkRecipe(RecipeSection):
     stripes: tuple[Positive, ...] = ()
     widths: tuple[Positive, ...] = ()
     blocks: tuple[Positive, ...] = ()
+    # own: each stage its linear layer; added: its logits are added to the answer before; hidden: with a hidden layer
+    heads: Literal["own", "added", "hidden"] = "own"
     early: tuple[AboveZero, ...] = ()  # how wide the stages before a network that is kept are, as shares of its width
     keep: str = ""  # folder of the run in which that network was trained
     early_from: str = (
@@ -101,7 +103,8 @@ class StrategyRecipe(RecipeSection):
     # epochs equally: the order then changes over time.
     order: tuple[Positive, ...] = ()
     scope: Literal["all", "shared", "block", "tensor"] = "all"  # which parameters one projection sees
-    importance: tuple[Amount, ...] = ()  # one per stage; empty = all 1
+    # One per stage; empty = all 1. Several one after another (0,0,1,1,1,1) share the epochs equally, as orders do.
+    importance: tuple[Amount, ...] = ()
     refresh: Positive = 1  # recompute the combination's weights every k steps, and as an epoch begins
     constant: AboveZero = 0.5  # normsgd and osgd-norm: the paper's C, the norm that the largest task's gradient gets
     damping: Share = 0.0  # damped: the share of later losses in the training of weights born earlier
@@ -254,7 +257,7 @@ def from_dict(found: Any) -> Recipe:
 # Fields that recipes written before them lack; their defaults are what was done then.
 LATER = {
     "decay_norms", "teacher", "teaches", "constant", "literal", "damping", "way", "loss", "error", "early", "keep", "cutmix",
-    "sync_norms", "early_from", "early_widths", "micro_batches",
+    "sync_norms", "early_from", "early_widths", "micro_batches", "heads",
 }  # fmt: skip
 
 # Fields that do not change what a run learns, or only by chance: runs that differ in nothing else are one line.

@@ -5,14 +5,12 @@ by `damping`: 1 is SumSGD; 0 trains every stage as if there were no later ones, 
 phases). Needs tasks that come in the order of their nesting.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.gradients import Blocks
-from nestling.gradients.combiners.weighted import Weighted
+from nestling.gradients.combiners.weighted import Importance, Weighted
 
 
 class Damped(Weighted):
@@ -20,7 +18,7 @@ class Damped(Weighted):
 
     scope = "block"
 
-    def __init__(self, damping: float = 0.0, importance: Sequence[float] | None = None) -> None:
+    def __init__(self, damping: float = 0.0, importance: Importance | None = None) -> None:
         super().__init__(importance)
         if not 0 <= damping <= 1:
             raise NestlingError(

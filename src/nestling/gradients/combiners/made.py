@@ -3,15 +3,17 @@
 In comes the recipe's part on strategy; out comes the combiner it names. Knows no combiner by itself.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from nestling.errors import NestlingError
 from nestling.gradients.combiners.diagnosis import Report
-from nestling.gradients.combiners.weighted import Order
 from nestling.gradients.contract import Combiner
 from nestling.recipes.recipe import StrategyRecipe
 from nestling.recipes.strategies import STRATEGIES
+
+T = TypeVar("T")
 
 
 def kind(name: str) -> type[Any]:
@@ -33,22 +35,36 @@ def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
     return [[stage - 1 for stage in part] for part in parts]
 
 
-def task_importance(strategy: StrategyRecipe, stages: int) -> list[float]:
-    if strategy.importance and len(strategy.importance) != stages:
+def task_importance(strategy: StrategyRecipe, stages: int) -> list[list[float]]:
+    """Weights of the losses: one list, or several to follow each other."""
+    given = list(strategy.importance) or [1.0] * stages
+    if len(given) % stages:
         raise NestlingError(
-            f"strategy.importance has {len(strategy.importance)} values; this network has {stages} stages: give one each."
+            f"strategy.importance has {len(given)} values; this network has {stages} stages: give one each (or several such "
+            "lists one after another)."
         )
-    return list(strategy.importance) or [1.0] * stages
+    parts = [given[start : start + stages] for start in range(0, len(given), stages)]
+    if any(sum(part) <= 0 for part in parts):
+        raise NestlingError(
+            "strategy.importance is zero for every stage: expected at least one above zero at any time."
+        )
+    return parts
+
+
+def turns(parts: list[T], epochs: int) -> T | Callable[[int], T]:
+    """One part as it is; several share the epochs equally, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return lambda epoch: parts[min(epoch * len(parts) // max(1, epochs), len(parts) - 1)]
 
 
 def make_combiner(strategy: StrategyRecipe, stages: int, epochs: int = 1, seed: int = 0) -> Combiner[Report]:
-    """The combiner a recipe names. Several orders share the epochs equally, one after another; `seed` is for chance."""
-    orders = task_orders(strategy, stages)
-    several: Order = lambda epoch: orders[min(epoch * len(orders) // max(1, epochs), len(orders) - 1)]  # noqa: E731
+    """The combiner a recipe names. Several orders, or weights of losses, share the epochs equally, one after another; `seed` is
+    for chance."""
     fields = {
         **vars(strategy),
-        "order": several if len(orders) > 1 else orders[0],
-        "importance": task_importance(strategy, stages),
+        "order": turns(task_orders(strategy, stages), epochs),
+        "importance": turns(task_importance(strategy, stages), epochs),
         "seed": seed,
     }
     made: Combiner[Report] = kind(strategy.name)(**{field: fields[field] for field in STRATEGIES[strategy.name].takes})

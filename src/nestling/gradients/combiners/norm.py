@@ -5,14 +5,12 @@ entry then gets the mean over the tasks that own it. The paper writes sqrt(d_s) 
 about a hundred times too large to train; `literal=True` gives that.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.gradients import Blocks
-from nestling.gradients.combiners.weighted import Weighted
+from nestling.gradients.combiners.weighted import Importance, Weighted
 
 
 def factors(gram: Tensor, blocks: Blocks, constant: float, literal: bool) -> Tensor:
@@ -37,7 +35,7 @@ class NormSGD(Weighted):
 
     scope = "block"  # the mean depends on which tasks own an entry, the norm does not
 
-    def __init__(self, importance: Sequence[float] | None = None, constant: float = 0.5, literal: bool = False) -> None:
+    def __init__(self, importance: Importance | None = None, constant: float = 0.5, literal: bool = False) -> None:
         super().__init__(importance)
         self.constant = check_constant(constant)
         self.literal = literal

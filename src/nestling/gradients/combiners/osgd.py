@@ -6,14 +6,12 @@ A pivot at most `tolerance` times the row's own square counts as zero, so duplic
 tasks than dimensions work. `osgd-norm` normalises first, which only changes k.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from nestling.gradients import Blocks, kernels
 from nestling.gradients.combiners.norm import check_constant, factors
-from nestling.gradients.combiners.weighted import Order, Prioritised
+from nestling.gradients.combiners.weighted import Importance, Order, Prioritised
 
 TOLERANCE = 1e-12  # sin^2 of the angle to the span of earlier rows; float32 rows carry about 1e-14 of rounding
 
@@ -39,7 +37,7 @@ class OSGD(Prioritised):
         self,
         order: Order | None = None,
         scope: str = "all",
-        importance: Sequence[float] | None = None,
+        importance: Importance | None = None,
         tolerance: float = TOLERANCE,
     ) -> None:
         super().__init__(order, scope, importance)
@@ -78,7 +76,7 @@ class NormOSGD(OSGD):
         self,
         order: Order | None = None,
         scope: str = "all",
-        importance: Sequence[float] | None = None,
+        importance: Importance | None = None,
         constant: float = 0.5,
         literal: bool = False,
         tolerance: float = TOLERANCE,

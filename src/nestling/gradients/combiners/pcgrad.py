@@ -5,14 +5,12 @@ order of projections is drawn anew at each step, by the first rank for all. With
 drawn at its beginning and wait on the device: nothing comes from the host during a step, as a CUDA graph needs it.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from nestling.errors import NestlingError
 from nestling.gradients import Blocks
-from nestling.gradients.combiners.weighted import Prioritised
+from nestling.gradients.combiners.weighted import Importance, Prioritised
 
 DRAWN = 1024  # orders drawn for an epoch; a longer one begins again with the first
 
@@ -27,7 +25,7 @@ class PCGrad(Prioritised):
     def __init__(
         self,
         scope: str = "all",
-        importance: Sequence[float] | None = None,
+        importance: Importance | None = None,
         generator: torch.Generator | None = None,
         shuffle: bool = True,
         seed: int | None = None,

@@ -19,26 +19,36 @@ from nestling.gradients.combiners.diagnosis import Report
 
 TaskList = Sequence[int] | Sequence[str]
 Order = TaskList | Callable[[int], TaskList]
+Importance = Sequence[float] | Callable[[int], Sequence[float]]
 
 
 class Weighted(Combiner[Report]):
-    """Rows to update through one weight per block and task. `importance`: k, one per task; default all one."""
+    """Rows to update through one weight per block and task. `importance`: k, one per task, or a function of the epoch that
+    gives them (then call `set_epoch` at the start of each epoch); default all one."""
 
     scope = "all"
     random = False  # whether weights are drawn by chance, so that ranks must agree on them
 
-    def __init__(self, importance: Sequence[float] | None = None) -> None:
+    def __init__(self, importance: Importance | None = None) -> None:
         self._known: dict[tuple[str, int, torch.device], Tensor] = {}
+        self.epoch = 0
         self.importance = importance
 
     @property
-    def importance(self) -> tuple[float, ...] | None:
+    def importance(self) -> Importance | None:
         return self._importance
 
     @importance.setter
-    def importance(self, importance: Sequence[float] | None) -> None:
-        self._importance = None if importance is None else _numbers(importance)
-        self._tell("k", lambda tasks: self._importance_of(tasks))
+    def importance(self, importance: Importance | None) -> None:
+        self._importance = importance if importance is None or callable(importance) else _numbers(importance)
+        self._tell("k", self._importance_of)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell which epoch it is, for what is a function of it. Epochs count from 0. On CUDA the change takes its place in
+        the current stream's work, which must be the one that the steps are in."""
+        self.epoch = epoch
+        if callable(self._importance):
+            self._tell("k", self._importance_of)
 
     @property
     def owners_matter(self) -> bool:
@@ -68,7 +78,8 @@ class Weighted(Combiner[Report]):
         return self._tensor("k", self._importance_of(tasks), device, torch.float64)
 
     def _importance_of(self, tasks: int) -> tuple[float, ...]:
-        found = self._importance or (1.0,) * tasks
+        k = self._importance
+        found = _numbers(k(self.epoch)) if callable(k) else tuple(k or (1.0,) * tasks)
         if len(found) != tasks:
             raise NestlingError(f"importance has {len(found)} numbers for {tasks} losses: expected one per task")
         return found
@@ -95,16 +106,13 @@ class Prioritised(Weighted):
     projection sees.
     """
 
-    def __init__(
-        self, order: Order | None = None, scope: str = "all", importance: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, order: Order | None = None, scope: str = "all", importance: Importance | None = None) -> None:
         super().__init__(importance)
         if scope not in SCOPES:
             raise NestlingError(
                 f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(scope, SCOPES)}?"
             )
         self.scope = scope
-        self.epoch = 0
         self._names: tuple[str, ...] = ()
         self.order = order
 
@@ -120,9 +128,7 @@ class Prioritised(Weighted):
         self._tell("order", self.priority)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell which epoch it is, for an order that is a function of it. Epochs count from 0. On CUDA the change takes its
-        place in the current stream's work, which must be the one that the steps are in."""
-        self.epoch = epoch
+        super().set_epoch(epoch)
         self._tell("order", self.priority)
 
     def set_tasks(self, names: Sequence[str]) -> None:

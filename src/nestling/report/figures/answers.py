@@ -50,16 +50,18 @@ def repairs(family: Family, looks: Mapping[str, Look], name: str, caption: str) 
 
 BINS = 10
 FEW = 10  # answers: a bin with fewer says nothing
+CURVE = 3  # bins of one stage: with fewer there is no curve to see, and the table says enough
 
 
 def calibration(family: Family, line: Line, name: str, caption: str) -> Picture | None:
     with panel() as drawn:
         axes = drawn.axes
         axes.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1)
-        lowest = 1.0
+        lowest, most = 1.0, 0
         for stage in family.stages:
             bins = reliability(line, stage)
             colour, size = stage_colour(stage), family.sizes[stage - 1]
+            most = max(most, len(bins))
             if not bins:
                 continue
             axes.plot([], [], color=colour, marker="o", label=size)
@@ -68,7 +70,7 @@ def calibration(family: Family, line: Line, name: str, caption: str) -> Picture 
                 [dot] = axes.plot(sure, right, marker="o", color=colour, markeredgecolor=PAPER, zorder=3, clip_on=False)
                 drawn.tip(dot, f"{size}: {100 * sure:.0f} % sure, {100 * right:.0f} % right ({count:,} answers)")
                 lowest = min(lowest, sure, right)
-        if len(axes.lines) == 1:
+        if most < CURVE:
             return None
         low = min(0.5, max(0.0, float(np.floor(10 * lowest) / 10)))
         axes.set_xlim(low, 1)

@@ -58,9 +58,10 @@ def error_against(
                 continue
             xs, ys = [x for _, x, _ in points], [error.mean for _, _, error in points]
             spread = [error.std or 0 for _, _, error in points]
-            drawn.axes.errorbar(
-                xs, ys, spread, fmt="none", ecolor=look.colour, elinewidth=1, capsize=2.5, alpha=0.55, zorder=2
-            )
+            if any(spread):
+                drawn.axes.errorbar(
+                    xs, ys, spread, fmt="none", ecolor=look.colour, elinewidth=1, capsize=2.5, alpha=0.55, zorder=2
+                )
             words = [f"{label}, {z}: {percent(e.mean)} % error at {text(x)} (n = {e.n})" for z, x, e in points]
             draw(drawn, look, label, xs, ys, words)
             seen += zip(xs, ys, strict=True)

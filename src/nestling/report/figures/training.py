@@ -109,13 +109,15 @@ def one_cosine(earlier: int, later: int) -> Callable[[Any], float | None]:
 
 
 def weights(family: Family, line: Line, name: str, caption: str) -> Picture | None:
-    """How much of each task's gradient goes into the update; only for one weight per task."""
+    """How much of each task's gradient goes into the update; only for one weight per task, and where it changes."""
     with panel() as drawn:
+        changes = False
         for stage in family.stages:
             epochs, values = curve(line.runs, "weights", one_weight(stage))
             if values.size:
+                changes |= bool((values != values.flat[0]).any())
                 draw_curve(drawn.axes, epochs, values, stage_colour(stage), family.sizes[stage - 1])
-        if not drawn.axes.lines:
+        if not changes:
             return None
         drawn.axes.axhline(0, color=MUTED, linewidth=0.8)
         epoch_axis(drawn.axes)

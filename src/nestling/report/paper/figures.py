@@ -19,7 +19,8 @@ from nestling.report.paper.pictures import VIEWS
 from nestling.report.paper.tables import LEGEND, coverage_table, missing, tables, tiny_tables
 from nestling.report.publish import publish
 from nestling.report.records import Run, find
-from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of
+from nestling.studies.paper.constant import as_usual
+from nestling.studies.paper.grid import STUDIED, TABLES, four_orders, sizes_of, trains
 from nestling.studies.paper.lent import lent
 from nestling.studies.paper.results import (
     INDEPENDENT,
@@ -52,8 +53,12 @@ def draw(
     folders = sorted(path.parent for path in Path(runs).rglob(RECIPE)) if Path(runs).is_dir() else []
     rows = merged(read_results(results), collect(folders))
     tiny, whole = [row for row in rows if row.get("data") == TINY], data == "cifar10" and not settings
-    shared = [{**row, "changes": less(row["changes"], settings)} for row in rows if row.get("data") != TINY]
-    rows = lent([row for row in shared if row["changes"] is not None], parts)
+    rows = [row for row in rows if row.get("data") != TINY]
+    shared = [{**row, "changes": less(row["changes"], settings)} for row in rows]
+    asked = [
+        row for row, whole_row in zip(shared, rows, strict=True) if row["changes"] is not None and trains(whole_row)
+    ]
+    rows = lent(as_usual(asked), parts)
     means = [{**row, "name": label(row)} for row in compare(rows)]
     refuse_unknown(names, means)
     orders, unordered = order_figure(means, data)

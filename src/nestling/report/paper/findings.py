@@ -14,18 +14,20 @@ from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.claims import claims, claims_table, gains_table
 from nestling.report.paper.deadline_rows import read_studies
+from nestling.report.paper.price import cost_table
 from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
+from nestling.studies.paper.constant import as_usual
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
-from nestling.studies.paper.grid import recipe_of
+from nestling.studies.paper.grid import trains
 from nestling.studies.paper.lent import lent
-from nestling.studies.paper.results import INDEPENDENT, TINY, Row, compare, read_results
+from nestling.studies.paper.results import TINY, Row, compare, read_results
 from nestling.studies.paper.statistics import image_error
 
 TABLES = ("table1", "table2", "digits")
 MADE = "made by nestling paper findings"
 MARK = re.compile(rf"<!-- (?P<name>[a-z0-9-]+): {MADE} -->\n.*?<!-- end -->", re.DOTALL)
 DIGITS = ("width-digits", "depth-digits")
-PAGES = ("docs/findings.md", "docs/tables.md")
+PAGES = ("docs/findings.md", "docs/tables.md", "docs/cost.md")
 
 
 def write_findings(results: str, pages: Sequence[str] = PAGES) -> dict[str, str]:
@@ -45,7 +47,7 @@ def filled(text: str, results: str) -> str:
     """The page with its marked parts made from the results."""
     every = read_results(results)
     tiny = [row for row in every if row.get("data") == TINY]
-    rows = lent([row for row in every if row.get("data") != TINY], TABLES)
+    rows = lent(as_usual([row for row in every if row.get("data") != TINY]), TABLES)
     studies = [row for path in sorted(Path(results).glob("deadlines-*.csv")) for row in read_studies(path)]
     parts: dict[str, Callable[[], str]] = {
         "claims": lambda: table_text(claims_table(claims(rows, studies, tiny))),
@@ -53,6 +55,7 @@ def filled(text: str, results: str) -> str:
         "gains": lambda: joined([gains_table(rows, "sgd"), gains_table(rows, "sgd-sum")]),
         "cifar10": lambda: joined([network_table(network, usual(rows)) for network in CIFAR10]),
         "variants": lambda: joined([variant_table(rows, network) for network in CIFAR10]),
+        "cost": lambda: table_text(cost_table(every)),
         "digits": lambda: joined([network_table(network, compare(rows)) for network in DIGITS]),
         "tiny": lambda: joined(tiny_tables(tiny)) or "Not trained.",
         "images": lambda: images(rows),
@@ -90,11 +93,6 @@ def variants(rows: Sequence[Row], network: str) -> list[Row]:
     return compare([row for row in changed if trains(row)])
 
 
-def trains(row: Row) -> bool:
-    importance = recipe_of(row).strategy.importance
-    return row["strategy"] in INDEPENDENT or not importance or importance[row["stage"] - 1] > 0
-
-
 def images(rows: Sequence[Row]) -> str:
     """What the number of test images alone leaves open."""
     tests = {row["data"]: row["n"] for row in rows}
@@ -107,7 +105,8 @@ def images(rows: Sequence[Row]) -> str:
 
 def left(results: str) -> str:
     """How much of the grid is still to be trained."""
-    jobs = missing_jobs(everything(), Path("/nonexistent"), read_results(results))
+    rows = read_results(results)
+    jobs = missing_jobs(everything(rows=rows), Path("/nonexistent"), rows)
     reasons = {job.why: [each for each in jobs if each.why == job.why] for job in jobs}
     lines = [
         f"- {why}: {len(each)} runs, about {sum(job.minutes(Path('/nonexistent')) for job in each):.0f} minutes of an H200"

@@ -33,6 +33,10 @@ WORDS = {  # what a setting is called in tables; the others by the last part of 
     "train.distill": "self-distillation {}",
     "train.average": "averaged weights {}",
     "train.teacher": "taught by {}",
+    "network.keep": "keeps {}",
+    "network.early": "early stages {}",
+    "network.heads": "{} heads",
+    "data.cutmix": "CutMix {}",
 }
 SAID = {"train.decay_norms=False": "norms spared", "strategy.literal=True": "norms as the paper writes them"}
 
@@ -41,11 +45,12 @@ def words(name: str) -> str:
     """A way of training as a reader would say it: "osgd strategy.scope=block" as "osgd, scope block"."""
     strategy, *settings = name.split(" ")
     said = [SAID.get(each) or said_setting(*each.split("=", 1)) for each in settings]
-    return ", ".join([strategy, *said])
+    text = ", ".join([strategy, *said])
+    return text.replace("self-distillation", "distillation") if "train.teacher=" in name else text
 
 
 def said_setting(key: str, value: str) -> str:
-    shown = " ".join(part.removesuffix(".0") for part in value.split(","))
+    shown = " ".join(part.removesuffix(".0") for part in value.removeprefix("runs/").split(","))
     return WORDS.get(key, key.partition(".")[2].replace("_", " ") + " {}").format(shown)
 
 
@@ -89,7 +94,7 @@ def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
     small = "" if paper is None else f"paper\u00a0{paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
     if row is None:
         return Cell("–", small=small)
-    spread = [] if row["std"] is None else [f"± {row['std']:.2f}"]
+    spread = [] if row["std"] is None else [f"±\u00a0{row['std']:.2f}"]
     mark = [MARKS[row["error"] < row["paper"]]] if row["beyond"] and paper is not None else []
     return Cell(f"{row['error']:.2f}", " ".join(spread + mark), small)
 

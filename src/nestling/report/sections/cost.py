@@ -1,7 +1,7 @@
 """What an answer costs: error against MACs and against measured latency, and what has not been measured."""
 
 from nestling.report.content import Cell, Note, PageBlock, Picture, Section, Table, Text
-from nestling.report.families import ALONE
+from nestling.report.families import ALONE, Family
 from nestling.report.figures import cost as figures
 from nestling.report.subject import Subject, pictures
 from nestling.report.times import times
@@ -15,15 +15,15 @@ def cost(about: Subject) -> Section:
     drawn: list[Picture | None] = []
     for family in about.mains:
         base = family.baseline(about.families)
-        caption = "Multiply-accumulates until the answer is out, for one image. Bars: standard deviation over runs."
+        about_lines = bars(family, base) + about_base(base)
+        caption = f"Multiply-accumulates until the answer is out, for one image.{about_lines}"
         name = about.name(family, "macs")
         drawn.append(figures.error_against(family, base, figures.macs, count_text, "MACs", about.looks, name, caption))
         measured = times(family)
         if measured:
             clocked = figures.median_latency(measured.conditions)
-            caption = (
-                f"Median time until the answer is out, over {plural(measured.runs, 'run')}. {measured.conditions}."
-            )
+            over = plural(measured.runs, "run")
+            caption = f"Median time until the answer is out, over {over}. {measured.conditions}.{about_lines}"
             name = about.name(family, "latency")
             drawn.append(
                 figures.error_against(family, base, clocked, time_text, "median latency", about.looks, name, caption)
@@ -34,6 +34,18 @@ def cost(about: Subject) -> Section:
     )
     blocks = [*pictures(drawn), *latency_table(about), *unmeasured(about)]
     return Section("cost", "What an answer costs", (intro, *blocks) if blocks else ())
+
+
+def bars(family: Family, base: Family | None) -> str:
+    """What the bars are, where there are any: one run has no spread."""
+    lines = [*family.lines, *(base.nests[:1] if base else ())]
+    owned = [(line, stage) for line in lines for stage in line.stages()]
+    several = any((found := line.number("error", stage)) and found.n > 1 for line, stage in owned)
+    return " Bars: standard deviation over runs." if several else ""
+
+
+def about_base(base: Family | None) -> str:
+    return f" Base: {base.name}, the baseline that the paper sets beside this nest." if base and base.nests else ""
 
 
 def unmeasured(about: Subject) -> list[PageBlock]:

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nestling.files import RESULTS
+from nestling.files import CHECKPOINT, RESULTS
 from nestling.nets import plan
-from nestling.recipes.recipe import NetworkRecipe, Recipe
+from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, override
 from nestling.runs.folder import RunDir
-from nestling.studies.paper.grid import STUDIED, TABLES, cells, sizes
+from nestling.studies.paper.constant import CONSTANTS, SHORT, calibrated, setting
+from nestling.studies.paper.grid import STUDIED, TABLES, cells, run_name, sizes
 from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 
 SEEDS = 3
@@ -32,11 +33,14 @@ class Part:
     strategies: tuple[str, ...] = ()
     seeds: int = 1
     settings: tuple[str, ...] = ()
+    trials: bool = False  # short ones, that calibrate the constant of normalised gradients
 
 
+NORMS = ("normsgd", "osgd-norm")
 PARTS = (
     Part("the comparison that the paper is about", strategies=COMPARED, seeds=SEEDS),
-    Part("normalised gradients", strategies=("normsgd", "osgd-norm")),
+    Part("the constant of normalised gradients", strategies=NORMS, trials=True),
+    Part("normalised gradients", strategies=NORMS),
     Part("greedy training, which takes longest", strategies=("greedy",)),
     Part("independent nets (Oracle)", strategies=(ALONE,), seeds=SEEDS),
     Part("its Oracle of the largest Sparse ResNet-98", networks=("depth-sparse98",), strategies=(ALONE_NORM,)),
@@ -45,7 +49,7 @@ PARTS = (
     Part("priority orders", "priorities", BOTH),
     Part("scopes", "scopes", BOTH),
     Part("weight decay, which the paper does not give", "", BOTH, COMPARED, 1, ("train.weight_decay=0.0001",)),
-    Part("more seeds of normalised gradients", strategies=("normsgd", "osgd-norm"), seeds=SEEDS),
+    Part("more seeds of normalised gradients", strategies=NORMS, seeds=SEEDS),
     Part("more seeds of priority orders", "priorities", BOTH, seeds=SEEDS),
     Part("more seeds of scopes", "scopes", BOTH, seeds=SEEDS),
     Part("more seeds of table 3 on Tiny ImageNet", "tiny", TINY_NETWORKS, COMPARED, SEEDS),
@@ -62,12 +66,7 @@ class Job:
     why: str
 
     def minutes(self, out: Path) -> float:
-        """What is left of it, as chip_minutes counts."""
-        epochs = self.recipe.train.epochs * (
-            len(sizes(self.recipe.network)) if self.recipe.strategy.name == "greedy" else 1
-        )
-        done = max((line["epoch"] for line in RunDir(out / self.name).read_log()), default=0)
-        return chip_minutes(self.recipe) * (1 - done / max(1, epochs))
+        return minutes_left(self.recipe, out / self.name)
 
 
 def everything(
@@ -76,13 +75,15 @@ def everything(
     seeds: int = SEEDS,
     settings: Sequence[str] = (),
     parts: Sequence[Part] = PARTS,
+    rows: Sequence[Row] = (),
 ) -> list[Job]:
-    """All jobs in order of value, each once; an independent net that two nests share is a job of the first."""
+    """All jobs in order of value, each once; an independent net that two nests share is a job of the first. Normalised
+    gradients wait for the trials, among the rows, that tell their constant."""
     found: dict[str, Job] = {}
     sizes_seen: dict[tuple[object, ...], str] = {}
     for each in parts:
         mine = tuple(name for name in each.networks if not networks or name in networks)
-        for name, recipe in of_part(replace(each, networks=mine), seeds, settings) if mine else ():
+        for name, recipe in of_part(replace(each, networks=mine), seeds, settings, rows) if mine else ():
             column = strategy_name(recipe)
             if strategies and column not in strategies:
                 continue
@@ -97,20 +98,38 @@ def everything(
     return list(found.values())
 
 
-def of_part(part: Part, seeds: int, settings: Sequence[str]) -> Iterator[tuple[str, Recipe]]:
+def of_part(part: Part, seeds: int, settings: Sequence[str], rows: Sequence[Row]) -> Iterator[tuple[str, Recipe]]:
     """The cells of one part, seed by seed over all its networks."""
     tables = [part.part] if part.part else [table for table in TABLES if set(part.networks) & set(TABLES[table])]
     for seed in range(min(seeds, part.seeds)):
         for table in tables:
             mine = part.networks if part.part else [name for name in TABLES[table] if name in part.networks]
-            every = cells(table, mine, part.strategies, seed + 1, (*part.settings, *settings))
-            yield from ((name, recipe) for name, recipe in every if recipe.train.seed == seed)
+            for more in trial_settings() if part.trials else [()]:
+                every = cells(table, mine, part.strategies, seed + 1, (*part.settings, *more, *settings))
+                for name, recipe in every:
+                    made = recipe if part.trials else with_constant(recipe, rows)
+                    if made is not None and recipe.train.seed == seed:
+                        yield name if made is recipe else run_name(made), made
+
+
+def trial_settings() -> list[tuple[str, ...]]:
+    return [(*SHORT, setting(constant)) for constant in CONSTANTS]
+
+
+def with_constant(recipe: Recipe, rows: Sequence[Row]) -> Recipe | None:
+    """A recipe of normalised gradients with its calibrated constant, None before that is known; any other as it is."""
+    column = strategy_name(recipe)
+    if column not in (*NORMS, ALONE_NORM) or recipe.strategy.constant != StrategyRecipe().constant:
+        return recipe
+    constant = calibrated(rows, recipe.network.name, column)
+    return None if constant is None else override(recipe, [setting(constant)])
 
 
 def missing_jobs(jobs: Iterable[Job], out: Path, rows: Iterable[Row]) -> list[Job]:
-    """What is neither a finished folder nor complete in rows."""
+    """What is neither a finished folder nor complete in rows; first what was begun, or its checkpoint would lie about."""
     known = {row_key(row) for row in rows}
-    return [job for job in jobs if not RunDir(out / job.name).has(RESULTS) and not recipe_keys(job.recipe) <= known]
+    found = [job for job in jobs if not RunDir(out / job.name).has(RESULTS) and not recipe_keys(job.recipe) <= known]
+    return sorted(found, key=lambda job: not RunDir(out / job.name).has(CHECKPOINT))
 
 
 def row_key(row: Row) -> tuple[object, ...]:
@@ -137,6 +156,17 @@ IMAGENET_MS = {"resnet50": 52.1, "sparse66": 72.8}  # of pictures of 224x224, ba
 SMALLER = (64 / 224) ** 2  # what is left of it at 64x64, at best
 SEVERAL = 1.5  # how much more a step takes that needs a gradient for every task (1.55 and 1.50 there)
 UNFUSED = 4.0  # and one of greedy training, without kernels of our own, as far as is known
+
+
+def minutes_left(recipe: Recipe, path: Path) -> float:
+    """What is left of a run, as chip_minutes counts."""
+    epochs = recipe.train.epochs * (len(sizes(recipe.network)) if recipe.strategy.name == "greedy" else 1)
+    done = max((line["epoch"] for line in RunDir(path).read_log()), default=0)
+    return chip_minutes(recipe) * (1 - done / max(1, epochs))
+
+
+def seconds_left(recipe: Recipe, path: str) -> float:
+    return 60 * minutes_left(recipe, Path(path))
 
 
 def chip_minutes(recipe: Recipe) -> float:

@@ -62,7 +62,7 @@ def cells(
 ) -> Iterator[tuple[str, Recipe]]:
     """Run name and recipe of every chosen cell, seed by seed, so that a first answer for all comes before a second."""
     if part not in PARTS:
-        near = nearest(part, (*PARTS, "all", "figures", "findings", "profile"))
+        near = nearest(part, (*PARTS, "all", "figures", "findings", "profile", "pack", "unpack"))
         raise NestlingError(f"unknown table {part!r}; did you mean {near}? (nestling paper --help lists all)")
     drawn = TABLES.get(part) or {name: recipe for table in TABLES.values() for name, recipe in table.items()}
     default = (STUDIED,) if part in STUDIES else tuple(drawn)
@@ -158,6 +158,16 @@ def recipe_of(row: Row) -> Recipe:
     return override(named(recipes[row["network"]]), [*settings, f"train.seed={row['seed']}"])
 
 
+def trains(row: Row) -> bool:
+    """Whether a row's stage has a loss of any weight, when training ends."""
+    field = "strategy.importance="
+    given = [each.removeprefix(field) for each in row["changes"].split() if each.startswith(field)]
+    if not given or row["strategy"] in INDEPENDENT:
+        return True
+    stages = len(sizes_of(row["network"]))
+    return float(given[0].split(",")[-stages:][row["stage"] - 1]) > 0
+
+
 def train_cells(
     chosen: Sequence[tuple[str, Recipe]],
     out: str,
@@ -165,18 +175,19 @@ def train_cells(
     seconds: float,
     command: str,
     finished: Callable[[Path], object] = lambda path: None,
+    takes: Callable[[Recipe, str], float] | None = None,
 ) -> dict[str, str]:
     """Train what is not finished, `beside` runs at a time where there is a GPU, one after another elsewhere.
 
     `finished` is called with a run's folder as soon as it is. A run that fails (its loss is no number any more, its folder
-    holds something else) does not keep the others from theirs: it comes back with what was wrong.
+    holds something else) does not keep the others from theirs: it comes back with what was wrong. `takes`: see side_by_side.
     """
     if beside < 1:
         raise NestlingError(f"--beside is {beside}: expected how many runs to train at the same time, 1 or more")
     todo = [(recipe, str(Path(out) / name)) for name, recipe in chosen if not RunDir(Path(out) / name).has(RESULTS)]
     gpu = torch.cuda.is_available()
     failed: dict[str, str] = {}
-    for outcome in side_by_side(todo, beside if gpu else 1, command, seconds, least=START if gpu else 0.0):
+    for outcome in side_by_side(todo, beside if gpu else 1, command, seconds, START if gpu else 0.0, takes=takes):
         if outcome.error is not None:
             failed[outcome.path] = str(outcome.error)
         else:
