@@ -76,6 +76,18 @@ def test_who_comes_while_a_long_stage_runs_has_a_first_stage_where_the_engine_se
             assert first.result(LONG).final and answer.refine().final
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_who_makes_room_goes_on_afterwards(beside: bool) -> None:
+    """Its last stage would keep out whoever comes, so it stops; it has all the time it wants, and gets that stage in the end."""
+    engine = Gated(beside)
+    with runtime_of(engine, Pace([0.001, 20.0])) as runtime, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(runtime.answer, image(Gated.HELD))
+        assert engine.held.wait(LONG)
+        assert runtime.answer(image(0.5), deadline=2.0)
+        engine.gate.set()
+        assert first.result(LONG).final
+
+
 def test_coroutines_and_questions_have_one_as_well() -> None:
     engine = Gated(beside=True)
     with runtime_of(engine) as runtime, ThreadPoolExecutor(1) as pool:

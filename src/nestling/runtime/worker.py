@@ -58,6 +58,7 @@ class Worker:
         self.bell = Bell()  # there is something to do; rung without the lock
         self.running: Work | None = None
         self.aside: Work | None = None  # what runs beside it
+        self.room: Work | None = None  # what had to stop although it has time, so that others get a first stage
         self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
         self.closing = False
         self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
@@ -85,7 +86,9 @@ class Worker:
             self.turns.push(work)
             running = self.running
             crowd = running is not None or len(self.turns.fresh) > 1
-            if running is not None and (running.deadline() <= self.clock() or self.keeps_out(work)):
+            if running is not None and self.keeps_out(work):
+                self.room = running
+            if running is not None and (running is self.room or running.deadline() <= self.clock()):
                 running.stop.set()
         self.bell.ring()
         if crowd and self.second is not None:
@@ -101,6 +104,7 @@ class Worker:
         if self.turns.fresh:
             with self.lock:
                 if self.turns.fresh and self.keeps_out(self.turns.fresh[0][-1]):
+                    self.room = self.running
                     raise Abandoned
 
     def resume(self, image: ImageWork, deadline: float) -> Work | None:
@@ -167,6 +171,7 @@ class Worker:
         try:
             if not (self.turns or self.closing):
                 self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
+                self.room = None
                 turn = self.stages_here(image, work, promise)
             else:
                 turn = self.closing
@@ -223,12 +228,11 @@ class Worker:
             done = self.advance(work, stage)
             self.guard.off()
             image.waited += self.wait[0]
-            if not done and self.turns.fresh and image.deadline > self.clock():  # stage 1 for everybody first
-                return image.final
-            if not done:
+            if not done and self.room is not work:
                 pace.gave_up(stage, self.clock() - began, straight, self.wait)
+            if not done:
                 break
-        return True
+        return image.final or self.room is not work or image.deadline <= self.clock()
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
