@@ -18,7 +18,7 @@ from rich.console import Console
 
 from nestling.commands.profile import show
 from nestling.runs.provenance import provenance
-from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live
+from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live, read_trace
 
 
 def main() -> None:
@@ -28,11 +28,17 @@ def main() -> None:
     parser.add_argument("--load", choices=LOADS, default="quiet")
     parser.add_argument("--deadlines", choices=DEADLINES, default="known")
     parser.add_argument("--span", type=float, nargs=2, default=(1.5, 12.0), metavar="MS", help="of deadlines")
+    parser.add_argument(
+        "--trace", type=Path, help="a file of deadlines in milliseconds, one in a line, instead of a span"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     low, high = (ms / 1e3 for ms in options.span)
-    result = live(options.network, (), options.load, options.deadlines, options.questions, (low, high), options.seed)
+    trace = read_trace(options.trace) if options.trace else ()
+    result = live(
+        options.network, (), options.load, options.deadlines, options.questions, (low, high), options.seed, trace
+    )
     Console(width=160).print(show(result))
     if options.json:
         result["provenance"] = provenance(" ".join(["python", *sys.argv]), "cpu", time.time)

@@ -7,10 +7,11 @@
 
 Takes the name of a network or a run's folder. All figures of one run come from one process, in turns of ten, so that ratios
 can be compared; medians count. "un-nested" is the fully connected net whose MACs come nearest to the nest's, its widths
-multiples of 4. "independent" nets are of each stage's size, run one after another. "at once" is each D_s straight
-from the image, with the state that later stages go on from. Refining is asked of a Runtime: from the answer of stage s to the
-last one, against what the same stages take in one go; "asking" is a question to a runtime whose stage takes no time, and "over
-the sessions" what a question takes longer than the same sessions run by hand, in turn, one after another and after a rest.
+multiples of 4. "independent" nets are of each stage's size. "at once" is each D_s straight from the image, with the state that
+later stages go on from. Both are timed again and again, and "mixed": after the one before, small to large, when the caches
+hold another net's weights. Refining is asked of a Runtime: from the answer of stage s to the last one, against what the same
+stages take in one go; "asking" is a question to a runtime whose stage takes no time, and "over the sessions" what a question
+takes longer than the same sessions run by hand, in turn, one after another and after a rest, without a deadline and with one.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from nestling.runtime.engine import Engine, Floats, Stop
 from nestling.runtime.verified import run_all
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
+LONG = 10  # times what all stages take: a deadline by which the last is done
 REST = 0.002  # seconds before a question that is timed by itself
 Shape = tuple[int, ...]
 TURN = 10  # runs of one candidate before the next has its turn
@@ -135,7 +137,7 @@ def summary(times: list[list[float]]) -> dict[str, Any]:
 class Instant:
     """An engine whose stages take no time: what is left of a question is handing it over and back."""
 
-    name, stages, row_bytes, most, stops, jumps = "instant", 1, 1, 0, True, False
+    name, stages, row_bytes, most, stops, jumps, beside = "instant", 1, 1, 0, True, False, False
 
     def start(self, x: Floats) -> None: ...
 
@@ -171,10 +173,10 @@ def refining(runtime: Runtime, x: Floats, rounds: int) -> list[dict[str, float]]
     return rows
 
 
-def over_sessions(runtime: Runtime, x: Floats, rest: float, rounds: int) -> dict[str, float]:
+def over_sessions(runtime: Runtime, x: Floats, rest: float, deadline: float | None, rounds: int) -> dict[str, float]:
     """What asking takes over running the same sessions by hand, in microseconds: medians, in turn, each after a rest."""
     ways: dict[str, Callable[[], object]] = {
-        "asked": partial(runtime.answer, x[0]),
+        "asked": partial(runtime.answer, x[0], deadline=deadline),
         "by hand": partial(at_once, runtime.engine, runtime.spec.stages, x, time.perf_counter),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -224,10 +226,12 @@ def bench(
     }
     candidates = {name: partial(through, each, x, clock) for name, each in engines.items()}
     independents = [engines[f"independent {s}"] for s in range(1, len(alone) + 1)]
+    stages = range(1, len(alone) + 1)
     everything: dict[str, Callable[[], list[float]]] = {
         **candidates,
-        "at once": lambda: [at_once(nest_engine, s, x, clock) for s in range(1, len(alone) + 1)],
-        "independents": lambda: [float(v) for v in np.cumsum([through(e, x, clock)[-1] for e in independents])],
+        **{f"at once {s}": partial(lambda s: [at_once(nest_engine, s, x, clock)], s) for s in stages},
+        "at once, mixed": lambda: [at_once(nest_engine, s, x, clock) for s in stages],
+        "independent, mixed": lambda: [through(each, x, clock)[-1] for each in independents],
     }
     times = {name: summary(each) for name, each in in_turns(everything, rounds).items()}
     nest, unnested_ms = times["nest"]["ms"][-1], times["un-nested"]["ms"][-1]
@@ -235,17 +239,23 @@ def bench(
         refined = refining(runtime, x[0], max(3, rounds // 2))
         asked = [runtime.answer(x[0]).elapsed for _ in range(100)]
         over = {
-            name: over_sessions(runtime, x, rest, rounds)
-            for name, rest in (("one after another", 0.0), ("rested", REST))
+            name: over_sessions(runtime, x, rest, deadline, rounds)
+            for name, rest, deadline in (
+                ("one after another", 0.0, None),
+                ("rested", REST, None),
+                ("with a deadline", 0.0, LONG * nest / 1e3),
+            )
         }
-    dense = [times[f"independent {stage}"]["ms"][-1] for stage in range(1, len(alone) + 1)]
+    dense, once = ([times[f"{kind} {stage}"]["ms"][-1] for stage in stages] for kind in ("independent", "at once"))
+    mixed, mixed_dense = (times[f"{kind}, mixed"]["ms"] for kind in ("at once", "independent"))
     macs = [net.plan.macs(stage) for stage in range(1, net.plan.stages + 1)]
     dense_macs = [each.plan.macs(each.plan.stages) for each in alone]
-    once = times["at once"]["ms"]
-    rate = zip(once, dense, macs, dense_macs, strict=False)
+    rate = zip(once, dense, macs, dense_macs, strict=True)
     return {
         "network": net.plan.name, "shape": list(shape), "stage_macs": macs, "independent_macs": dense_macs,
         "at_once_over_independent": [a / b for a, b in zip(once, dense, strict=True)],
+        "at_once_over_independent_mixed": [a / b for a, b in zip(mixed, mixed_dense, strict=True)],
+        "all_stages_over_largest": nest / dense[-1],
         "at_once_over_macs_at_its_rate": [a / (b * own / theirs) for a, b, own, theirs in rate],
         "over_sessions": over, "engine": nest_engine.name, "threads": threads, "checked": checked,
         "side_by_side": getattr(nest_engine, "side_by_side", None),
@@ -253,8 +263,8 @@ def bench(
         "unnested_widths": list(widths), "times": times, "refine": refined,
         "runtime_ms": statistics.median(asked) * 1e3,
         "nest_over_unnested": nest / unnested_ms,
-        "independents_over_nest": times["independents"]["ms"][-1] / nest,
-        "noisy": any(times[k]["p90_ms"][-1] > 1.3 * times[k]["p10_ms"][-1] for k in ("nest", "un-nested", "independents")),
+        "independents_over_nest": sum(mixed_dense) / nest,
+        "noisy": any(times[k]["p90_ms"][-1] > 1.3 * times[k]["p10_ms"][-1] for k in ("nest", "un-nested", "independent, mixed")),
     }  # fmt: skip
 
 
@@ -306,8 +316,9 @@ def report(result: dict[str, Any]) -> None:
             end="",
         )
         print(f"{one_go:.3f}: {row['ratio']:.3f} without asking, {plain:.3f} with (n={row['n']})")
-    for name in ("at_once_over_independent", "at_once_over_macs_at_its_rate"):
+    for name in ("at_once_over_independent", "at_once_over_independent_mixed", "at_once_over_macs_at_its_rate"):
         print(f"{name.replace('_', ' ')}: {' '.join(f'{value:.2f}' for value in result[name])}")
+    print(f"all stages one after another over the largest independent: {result['all_stages_over_largest']:.2f}")
     print(f"asked through the runtime: {result['runtime_ms']:.3f} ms")
     for name, each in result["over_sessions"].items():
         print(f"asking over the sessions, {name}: {each['over_us']:.0f} us (n={each['n']})")

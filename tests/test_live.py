@@ -23,7 +23,16 @@ from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import chooser as chooser_file
 from nestling.runtime.chooser import Chooser
 from nestling.studies import live as live_file
-from nestling.studies.live import LiveQuestion, live, one_by_one, other_processes, summary, unaware
+from nestling.studies.live import (
+    LiveQuestion,
+    ask_in_turn,
+    live,
+    one_by_one,
+    other_processes,
+    read_trace,
+    summary,
+    unaware,
+)
 
 SPEC = nestling.Spec("digits", (1, 8, 8), tuple("abcdefghij"), ("w1", "w2", "w4"), errors=(0.3, 0.2, 0.1))
 
@@ -127,7 +136,7 @@ def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
         assert all(row["n"] == 3 and 0.04 < row["strict"] <= 0.9 for row in found[kind].values())
     console = Console(file=io.StringIO(), width=200)
     console.print(profile.show(found))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]  # wherever lines end
     assert f"deadlines {deadlines}" in text and "chooser" in text and "w1, w2, w4" in text
 
 
@@ -136,6 +145,33 @@ def test_other_runs_are_the_rivals_that_are_named() -> None:
     assert found["rivals"] == ["width-resnet42-cifar10", "depth-sparse98-cifar10"]
     assert len(found["rival_errors"]) == 2 and "chooser" in found["own_errors"]
     assert found["equal_errors"] == {}  # two networks have not the errors of three stages
+
+
+def test_deadlines_are_those_of_a_trace_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "met.txt").write_text("3\n0.5\n40\n")
+    limits = read_trace(tmp_path / "met.txt")
+    assert limits == [0.003, 0.0005, 0.04]
+    given: list[float] = []
+
+    def ask(limit: float) -> LiveQuestion:
+        given.append(limit)
+        return LiveQuestion(limit, 1, 0.0)
+
+    asked = ask_in_turn({"one": ask, "other": ask}, 5, limits, 0)
+    assert given == [0.003, 0.0005, 0.04, 0.003, 0.0005] * 2 and len(asked["one"]) == 5
+    found = profile.command("width-resnet42-cifar10", live=True, questions=3, trace=str(tmp_path / "met.txt"))
+    assert found["span_ms"] == [0.5, 40.0] and found["own_errors"]["nest"]["n"] == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"3\n-1\n", b"nan", b"1e999", b"3 ms", b"\xff", b"0"])
+def test_a_trace_that_holds_no_deadlines_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "trace").write_bytes(content)
+    with pytest.raises(NestlingError, match="expected"):
+        read_trace(tmp_path / "trace")
+    with pytest.raises(NestlingError, match="cannot read"):
+        read_trace(tmp_path)
+    with pytest.raises(NestlingError, match="--trace is for --live"):
+        profile.command("width-resnet42-cifar10", trace=str(tmp_path / "trace"))
 
 
 def test_what_cannot_be_asked_live_is_refused() -> None:

@@ -1,5 +1,6 @@
 """`nestling profile`: how long each stage of a run takes on this device."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from rich.table import Table
 from nestling.commands.describe import amount
 from nestling.errors import NestlingError
 from nestling.studies.live import live as compare
+from nestling.studies.live import read_trace
 from nestling.studies.profile import profile
 
 
@@ -27,6 +29,7 @@ def command(
     load: Literal["quiet", "busy", "bursts"] = "quiet",
     deadlines: Literal["known", "unknown"] = "known",
     questions: int = 500,
+    trace: str = "",
 ) -> dict[str, Any]:
     """Measure the latency of every stage of a run on this device and store it with the run.
 
@@ -45,13 +48,14 @@ def command(
         load: live: what two other processes do meanwhile.
         deadlines: live: known when a question is asked, or not.
         questions: live: how many for each contender.
+        trace: live: a file of deadlines in milliseconds, one in a line, to ask with in this order; else they are drawn.
     """
     if live and (build or teacher):
         raise NestlingError("--live takes networks that nestling builds by name; leave --build and --teacher out")
     if live:
-        return compare(run, against, load, deadlines, questions)
-    if against:
-        raise NestlingError("--against is for --live: add that")
+        return compare(run, against, load, deadlines, questions, trace=read_trace(Path(trace)) if trace else ())
+    if against or trace:
+        raise NestlingError(f"--{'against' if against else 'trace'} is for --live: add that")
     return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build, teacher)
 
 

@@ -2,8 +2,9 @@
 
 In: a run or a trained network, and networks to choose from (independent nets of its stages' sizes if none are named). Out: for
 every contender the share of late and of missing answers, and errors by range of deadline: those of the stage that answered,
-90 % for ten classes where none did; strictly also where it came more than half a millisecond late. Deadlines are known when a
-question is asked, or not: then only an interrupt tells. Other processes may want the processor meanwhile, always or in bursts.
+90 % for ten classes where none did; strictly also where it came more than half a millisecond late. Deadlines are drawn from a
+range or a trace, and known when a question is asked, or not: then only an interrupt tells. Other processes may want the
+processor meanwhile, always or in bursts.
 """
 
 import random
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,7 @@ while os.getppid() == began:
 """
 LOADS = {"quiet": "", "busy": SPIN, "bursts": BURSTS}  # what two other processes do
 DEADLINES = ("known", "unknown")
+LONGEST = 60.0  # seconds: of the deadlines in a trace
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,10 @@ def live(
     questions: int = 500,
     span: tuple[float, float] | None = None,
     seed: int = 0,
+    trace: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """Ask a nest and its rivals in turn, on a CPU with one thread each. `span`: seconds, of the deadlines."""
+    """Ask a nest and its rivals in turn, on a CPU with one thread each. `span`: seconds, of the deadlines; `trace`: the deadlines
+    themselves, which every contender is given in this order, again and again."""
     for what, found, choices in (("load", load, tuple(LOADS)), ("deadlines", deadlines, DEADLINES)):
         if found not in choices:
             raise NestlingError(f"found {what} {found!r}, expected one of {', '.join(choices)}")
@@ -88,10 +93,10 @@ def live(
     with Runtime(run, device="cpu", threads=1) as runtime, open_rivals(run, runtime, against) as chooser:
         if not runtime.spec.errors:
             raise NestlingError(f"{source} has no errors of its stages yet; run: nestling evaluate {source}")
-        span = span or usual_span(runtime, chooser)
+        span = (min(trace), max(trace)) if trace else span or usual_span(runtime, chooser)
         contenders = make_contenders(runtime, chooser, made_up(runtime.spec), deadlines, sum(span) / 2)
         with other_processes(load):
-            asked = ask_in_turn(contenders | {"bare timer": timer}, questions, span, seed)
+            asked = ask_in_turn(contenders | {"bare timer": timer}, questions, trace or span, seed)
         own = chooser.spec.errors if against else INDEPENDENT_ERRORS.get(source, ())
         nothing = 1 - float(runtime.prior.max())
         edges = [span[0], *(end * span[1] for end in RANGES if end * span[1] > span[0])]
@@ -250,15 +255,34 @@ def other_processes(load: str) -> Iterator[None]:
 
 
 def ask_in_turn(
-    contenders: dict[str, Contender], questions: int, span: tuple[float, float], seed: int
+    contenders: dict[str, Contender], questions: int, limits: Sequence[float], seed: int
 ) -> dict[str, list[LiveQuestion]]:
-    """Blocks of every contender in turn, each with deadlines of its own from the same range."""
+    """Blocks of every contender in turn, each with deadlines of its own from the same range, or with the same if they are given:
+    `limits` is a range, a tuple of two, or a list of deadlines."""
     chance, found = random.Random(seed), {name: list[LiveQuestion]() for name in contenders}
     for start in range(0, questions, BLOCK):
         for name, ask in contenders.items():
-            for _ in range(min(BLOCK, questions - start)):
+            for number in range(start, min(start + BLOCK, questions)):
                 time.sleep(PAUSE)
-                found[name].append(ask(chance.uniform(*span)))
+                given = isinstance(limits, list)
+                found[name].append(ask(limits[number % len(limits)] if given else chance.uniform(*limits)))
+    return found
+
+
+def read_trace(path: Path) -> list[float]:
+    """Deadlines as somebody met them: a file of milliseconds, one in a line. In seconds."""
+    try:
+        found = [float(line) / 1e3 for line in path.read_text(encoding="utf-8").split()]
+    except OSError as error:
+        raise NestlingError(
+            f"cannot read {path}: {error.strerror}; expected deadlines in milliseconds, one in a line"
+        ) from error
+    except ValueError as error:
+        raise NestlingError(f"{path}: {error}; expected deadlines in milliseconds, one in a line") from error
+    if not found or not all(0 < limit <= LONGEST for limit in found):
+        raise NestlingError(
+            f"{path} holds {len(found)} deadlines, expected at least one, all of more than 0 and at most {1e3 * LONGEST:.0f} ms"
+        )
     return found
 
 
