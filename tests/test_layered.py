@@ -199,6 +199,24 @@ def test_convolutions_go_without_rows_where_pixels_are_few() -> None:
     assert not goes(256, 16, stride=2)  # as many patches as at stride 1, but made of taps one by one
 
 
+def test_large_images_are_not_multiplied_with_all_others_at_once() -> None:
+    """Of one image of 40x40 alone that would be 1600 x 1600 numbers; bands of it are 64 x 1600."""
+    conv = nn.Conv2d(2, 3, 3, padding=1)
+    x = torch.randn(1, 2, 40, 40)
+    updates = []
+    for mode in ("rows", "layers"):
+        conv.zero_grad()
+        out = conv(x).tanh()
+        backward([out.pow(2).mean(), out.mean(), out[..., :20].mean()], conv, OSGD(), mode=mode)
+        assert conv.weight.grad is not None
+        updates.append(conv.weight.grad)
+    torch.testing.assert_close(updates[1], updates[0], atol=1e-6, rtol=1e-5)
+    out = conv(x)
+    use = find([out.mean(), out.pow(2).mean()], list(conv.parameters()), always=True)[0]
+    use.deltas = {task: torch.randn_like(out) for task in use.tasks}
+    assert max(len(among) for among in use._bands(torch.float32)) == 64
+
+
 def test_a_checkpoint_is_not_run_again_for_its_inputs() -> None:
     torch.manual_seed(0)
     stage = nn.Sequential(nn.Linear(6, 30), nn.BatchNorm1d(30))

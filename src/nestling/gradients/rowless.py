@@ -23,6 +23,7 @@ from nestling.gradients.walks import reached
 MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
 CONVOLUTION = "ConvolutionBackward0"
 BAND = 64  # samples whose products with those before them are made together
+IMAGE = 256  # pixels of an image, all of whose products with those before them are made together
 COMBINED = (
     64  # products that cost as much as to move one number once, on a CPU: of a row, of output gradients, of columns
 )
@@ -65,7 +66,7 @@ class WeightUse:
 
     def _bands(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """a_i . a_j for a band of i after the other, and all j up to its end."""
-        if by_pixels(self.options):
+        if by_pixels(self.options, self.deltas[self.tasks[0]].shape):
             _, padding, dilation = self.options
             yield from image_bands(self.inputs.to(dtype), self.weight.shape[2:], padding, dilation, BAND)
             return
@@ -136,16 +137,17 @@ def cheaper(weight: Tensor, node: Any, tasks: int) -> bool:
     gave = node._input_metadata[0].shape
     pixels = prod(gave[2:])
     rows, among, band = gave[0] * pixels, into, BAND
-    if by_pixels(_options(node)):
+    if by_pixels(_options(node), gave):
         among, band = weight.shape[1] + TAP * sum(weight.shape[2:]), max(BAND, pixels)
     half = 0.6 * rows * (rows + band)  # in bands it goes a sixth slower
     moved = rows * (tasks * out + (among if weight.dim() > 2 else 0))
     return bool(half * (among + tasks * out) + COMBINED * moved < (tasks - 1) * (rows + COMBINED) * into * out)
 
 
-def by_pixels(options: Sequence[Any]) -> bool:
-    """Whether products of patches follow from those of pixels: in a convolution of stride 1."""
-    return len(options) > 0 and set(options[0]) == {1}
+def by_pixels(options: Sequence[Any], gave: Sequence[int]) -> bool:
+    """Whether products of patches follow from those of pixels: in a convolution of stride 1, of images so small that one image's
+    with all others can be held."""
+    return len(options) > 0 and set(options[0]) == {1} and prod(gave[2:]) <= IMAGE
 
 
 def _user(leaf: Any, used: Sequence[Any], users: Mapping[Any, Sequence[Any]]) -> Any:
