@@ -1,11 +1,12 @@
 """A step with one gradient per task of a ResNet-50 and of a transformer of 100 M, on a GPU, eager and compiled, beside TorchJD.
 
-    python benchmarks/large_trunks.py --json > results/trunks-h200.json      both models, batch 64; under four minutes on an H200
+    python benchmarks/large_trunks.py --json results/trunks-h200.json        both models, batch 64; under five minutes
     python benchmarks/large_trunks.py --device cpu --tiny --rounds 1         the same at a size for a try
 
 Compiled is the trunk, by torch.compile. Every round runs all methods once, in an order drawn anew; a figure is the median over
 rounds of the ratio to the summed loss of the same round. Memory is the peak of what torch allocated in a step above what was
-there before. What a method cannot do is told in its row. --seconds ends it early.
+there before. What a method cannot do is told in its row. After --seconds no method, model or round is begun; the file is written
+after every model, so that a run that is stopped has not been for nothing.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,12 +97,17 @@ def waited(device: str) -> float:
 
 
 def ready(
-    fresh: Callable[[], tuple[nn.Module, Any]], device: str
+    fresh: Callable[[], tuple[nn.Module, Any]], device: str, end: float
 ) -> tuple[nn.Module, dict[str, Step], dict[str, float], dict[str, str]]:
     """A net for all methods but one; those that run, warmed up; their peak memory in MiB; what the others said."""
-    steps, memory, failed = {}, {}, {}
+    steps: dict[str, Step] = {}
+    memory: dict[str, float] = {}
+    failed: dict[str, str] = {}
     shared = fresh()
     for name in ASKED:
+        if len(steps) > 1 and time.monotonic() > end:
+            failed[name] = "no time left"
+            continue
         net, losses = fresh() if name == HOOKED else shared
         try:
             step = METHODS[name](net, losses)
@@ -136,7 +143,7 @@ def apart(net: nn.Module, steps: dict[str, Step]) -> str:
 
 def measured(model: str, way: str, options: argparse.Namespace, end: float) -> list[dict[str, object]]:
     fresh = partial(problem, model, options.batch, options.device, options.tiny, way == "compiled")
-    net, steps, memory, failed = ready(fresh, options.device)
+    net, steps, memory, failed = ready(fresh, options.device, end)
     between = apart(net, steps)
     draw = random.Random(options.seed)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -161,7 +168,7 @@ def measured(model: str, way: str, options: argparse.Namespace, end: float) -> l
                 "low": round(ratios[0], 3),
                 "high": round(ratios[-1], 3),
                 "ms": round(1000 * statistics.median(own), 2),
-                "mib": round(memory[name], 1),
+                "mib": round(memory[name], 1) if options.device == "cuda" else "",
                 "rounds": len(own),
                 "parameters": size,
                 "batch": options.batch,
@@ -183,21 +190,25 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), action="append")
     parser.add_argument("--way", choices=["eager", "compiled"], action="append")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_float32_matmul_precision("high")  # TF32, as people train
     torch._functorch.config.donated_buffer = False  # several backward passes through one compiled graph
     end = time.monotonic() + options.seconds
+    heading = {**condition(options.device), "dtype": "float32, TF32 products"}
     rows: list[dict[str, object]] = []
     for way in options.way or ("eager", "compiled"):
         for model in options.model or MODELS:
-            if time.monotonic() < end:
-                rows += measured(model, way, options, end)
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
-    heading = {**condition(options.device), "dtype": "float32, TF32 products"}
-    print(json.dumps({"condition": heading, "rows": rows}) if options.json else f"{heading}\n\n{table(rows)}")
+            if time.monotonic() > end:
+                print(f"left out: {model}, {way} (no time left)", file=sys.stderr, flush=True)
+                continue
+            rows += measured(model, way, options, end)
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+            if options.json:
+                options.json.write_text(json.dumps({"condition": heading, "rows": rows}, indent=1) + "\n")
+    print(heading, table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

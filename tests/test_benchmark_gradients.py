@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gradients as benchmark
+import large_trunks
 from gradient_zoo import literal_osgd
 from trunks import TRUNKS
 
@@ -63,3 +65,22 @@ def test_our_update_is_the_literal_one(case: str) -> None:
     benchmark.METHODS[benchmark.OURS](net, losses)()
     update = torch.cat([p.grad.flatten().double() for p in params if p.grad is not None])
     assert float((update - wanted).norm() / wanted.norm()) < 1e-6
+
+
+def test_the_large_models_at_a_size_for_a_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes of a GPU are asked for once: it must get to its end and leave its file."""
+    pytest.importorskip("torchjd")
+    file = tmp_path / "rows.json"
+    tiny = ["--device", "cpu", "--tiny", "--batch", "4", "--rounds", "1", "--way", "eager", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["large_trunks.py", *tiny])
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # as main does; put back afterwards
+    before = torch.get_float32_matmul_precision()
+    try:
+        large_trunks.main()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["model"], row["method"]) for row in rows} == {
+        (model, method) for model in large_trunks.MODELS for method in large_trunks.ASKED
+    }
+    assert not any(row["failed"] for row in rows) and all(float(row["from_torchjd"]) < 1e-3 for row in rows)

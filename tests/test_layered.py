@@ -14,6 +14,7 @@ from nestling.gradients import Accumulator, backward
 from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.layered import exact
+from nestling.gradients.patches import image_bands
 from nestling.gradients.rowless import cheaper, find
 
 
@@ -161,6 +162,59 @@ def test_weight_gradients_are_made_once_and_only_where_that_is_cheaper() -> None
     small = nn.Linear(4, 4)
     out = small(torch.randn(64, 4))
     assert not cheaper(small.weight, out.grad_fn, 3)
+
+
+@pytest.mark.parametrize("band", [1, 40, 1000])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dilation"),
+    [
+        ((3, 3), (1, 1), (1, 1)),
+        ((1, 1), (0, 0), (1, 1)),
+        ((2, 3), (0, 2), (1, 1)),
+        ((3, 2), (3, 0), (2, 4)),
+        ((5, 4), (2, 1), (1, 1)),
+    ],
+)
+def test_products_of_patches_without_patches(
+    kernel: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], band: int
+) -> None:
+    images = torch.randn(5, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    patches = F.unfold(images, kernel, dilation, padding).transpose(1, 2).flatten(0, 1)
+    start = 0
+    for among in image_bands(images, kernel, padding, dilation, band):
+        stop = start + len(among)
+        torch.testing.assert_close(among, patches[start:stop] @ patches[:stop].T, atol=1e-12, rtol=0)
+        start = stop
+    assert start == len(patches)
+
+
+def test_convolutions_go_without_rows_where_pixels_are_few() -> None:
+    """The four widths of a ResNet-18, of 16 images of 32x32."""
+
+    def goes(channels: int, side: int, stride: int = 1) -> bool:
+        conv = nn.Conv2d(channels, channels, 3, stride, 1, bias=False)
+        return cheaper(conv.weight, conv(torch.randn(16, channels, side, side)).grad_fn, 4)
+
+    assert [goes(64, 32), goes(128, 16), goes(256, 8), goes(512, 4)] == [False, False, True, True]
+    assert not goes(256, 16, stride=2)  # as many patches as at stride 1, but made of taps one by one
+
+
+def test_large_images_are_not_multiplied_with_all_others_at_once() -> None:
+    """Of one image of 40x40 alone that would be 1600 x 1600 numbers; bands of it are 64 x 1600."""
+    conv = nn.Conv2d(2, 3, 3, padding=1)
+    x = torch.randn(1, 2, 40, 40)
+    updates = []
+    for mode in ("rows", "layers"):
+        conv.zero_grad()
+        out = conv(x).tanh()
+        backward([out.pow(2).mean(), out.mean(), out[..., :20].mean()], conv, OSGD(), mode=mode)
+        assert conv.weight.grad is not None
+        updates.append(conv.weight.grad)
+    torch.testing.assert_close(updates[1], updates[0], atol=1e-6, rtol=1e-5)
+    out = conv(x)
+    use = find([out.mean(), out.pow(2).mean()], list(conv.parameters()), always=True)[0]
+    use.deltas = {task: torch.randn_like(out) for task in use.tasks}
+    assert max(len(among) for among in use._bands(torch.float32)) == 64
 
 
 def test_a_checkpoint_is_not_run_again_for_its_inputs() -> None:

@@ -215,7 +215,6 @@ def test_torchjds_aggregators_leave_heads_alone_as_mtl_backward_does() -> None:
     aggregation, autojac = pytest.importorskip("torchjd.aggregation"), pytest.importorskip("torchjd.autojac")
     from nestling.gradients.combiners.torchjd import FromTorchJD
 
-    aggregator = aggregation.AlignedMTL()
     torch.manual_seed(0)
     trunk, heads = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
     x, y = torch.randn(5, 6), torch.randint(4, (5,))
@@ -225,15 +224,18 @@ def test_torchjds_aggregators_leave_heads_alone_as_mtl_backward_does() -> None:
         features = trunk(x)
         return features, [F.cross_entropy(head(features), y) for head in heads]
 
-    features, found = losses()
-    autojac.mtl_backward(found, features=features)
-    autojac.jac_to_grad(trunk.parameters(), aggregator)
-    wanted = gradients(every)
-    every.zero_grad()
-    backward(losses()[1], every, FromTorchJD(aggregator, scope="shared"))
-    assert_same(gradients(every), wanted, atol=1e-5)
+    for aggregator in (aggregation.AlignedMTL(), aggregation.ConFIG(), aggregation.TrimmedMean(trim_number=1)):
+        every.zero_grad()
+        features, found = losses()
+        autojac.mtl_backward(found, features=features)
+        autojac.jac_to_grad(trunk.parameters(), aggregator)
+        wanted = gradients(every)
+        for mode in ("rows", "layers"):
+            every.zero_grad()
+            backward(losses()[1], every, FromTorchJD(aggregator, scope="shared"), mode=mode)
+            assert_same(gradients(every), wanted, atol=1e-5)
     with pytest.raises(NestlingError, match="needs whole rows"):
-        FromTorchJD(aggregation.TrimmedMean(trim_number=1), scope="shared")
+        FromTorchJD(aggregation.TrimmedMean(trim_number=1), scope="tensor")
 
 
 # Weightings.

@@ -60,6 +60,10 @@ class TaskRows(Protocol):
         """The padded rows as one dense matrix (tasks, entries), for methods that need it."""
         ...
 
+    def shared(self) -> Tensor:
+        """Which entries several tasks own, (entries,) bool, ordered as in `matrix`."""
+        ...
+
     def write_vector(self, vector: Tensor) -> None:
         """Put an update over all entries, ordered as in `matrix`, into `.grad`, and let the rows go."""
         ...

@@ -58,12 +58,13 @@ class LayeredRows(LaidOutRows):
 
     def _block_of(self, scope: str) -> dict[int, int]:
         """Per parameter its block; where ownership comes from the graph, a parameter is one piece."""
-        return {piece.param: label for piece, label in zip(self.layout.pieces, self.layout.labels(scope), strict=True)}
+        labels = portions(self.layout, scope).labels
+        return {piece.param: label for piece, label in zip(self.layout.pieces, labels, strict=True)}
 
     def _blocks_of_rows(self, scope: str) -> list[int]:
         """Per block of the part the block of the whole."""
         block, part = self._block_of(scope), self.rows.layout
-        found = {own: block[p.param] for p, own in zip(part.pieces, part.labels(scope), strict=True)}
+        found = {own: block[p.param] for p, own in zip(part.pieces, portions(part, scope).labels, strict=True)}
         return [found[own] for own in range(len(found))]
 
     @torch.no_grad()

@@ -3,10 +3,10 @@
 Of a layer with inputs a and output gradients d^t (one per task t) the gradients are sums of outer products, so that
 <g_s, g_t> = sum over i, j of (a_i . a_j) (d_i^s . d_j^t), and the weighted sum of all tasks is one product with the weighted
 d. In comes autograd's graph, which keeps a; out come such layers, where that is cheaper than rows, with their Gram matrix
-and update. `i` runs over samples, and over tokens or pixels.
+and update. `i` runs over samples, and over tokens or pixels; a_i . a_j of a convolution of stride 1: patches.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nestling.gradients.patches import TAP, image_bands
 from nestling.gradients.walks import reached
 
 MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
 CONVOLUTION = "ConvolutionBackward0"
 BAND = 64  # samples whose products with those before them are made together
+IMAGE = 256  # pixels of an image, all of whose products with those before them are made together
 COMBINED = (
     64  # products that cost as much as to move one number once, on a CPU: of a row, of output gradients, of columns
 )
@@ -46,13 +48,14 @@ class WeightUse:
     def gram(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64, with products over i in `dtype`;
         and how far rounding may have moved them, (tasks,): over products of random signs, as for a sum of many."""
-        inputs, deltas = self._flat_inputs().to(dtype), torch.stack([self._flat_delta(t).to(dtype) for t in self.tasks])
+        deltas = torch.stack([self._flat_delta(t).to(dtype) for t in self.tasks])
         sizes = torch.linalg.vector_norm(deltas, dim=2).square_()  # (tasks, i)
-        found = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=inputs.device)
+        found = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas.device)
         spread = found.new_zeros(len(deltas))
-        for start in range(0, len(inputs), BAND):
-            here, before = slice(start, start + BAND), slice(start + BAND)
-            among = inputs[here] @ inputs[before].T  # symmetric: the lower half will do
+        start = 0
+        for among in self._bands(dtype):  # symmetric: the lower half will do
+            here, before = slice(start, start + len(among)), slice(start + len(among))
+            start += len(among)
             among[:, here] /= 2
             through = among @ deltas[:, before]  # (tasks, band, out)
             products = deltas[:, here].transpose(0, 1) @ through.permute(1, 2, 0)  # (band, tasks, tasks)
@@ -60,6 +63,16 @@ class WeightUse:
             moved = sizes[:, before] @ among.square_().T + torch.linalg.vector_norm(through, dim=2).square_()
             spread += (sizes[:, here].double() * moved).sum(1)
         return found + found.T, 2 * torch.finfo(dtype).eps * spread.sqrt()
+
+    def _bands(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """a_i . a_j for a band of i after the other, and all j up to its end."""
+        if by_pixels(self.options, self.deltas[self.tasks[0]].shape):
+            _, padding, dilation = self.options
+            yield from image_bands(self.inputs.to(dtype), self.weight.shape[2:], padding, dilation, BAND)
+            return
+        inputs = self._flat_inputs().to(dtype)
+        for start in range(0, len(inputs), BAND):
+            yield inputs[start : start + BAND] @ inputs[: start + BAND].T
 
     def _flat_inputs(self) -> Tensor:
         """a: (i, entries of a weight's row)."""
@@ -122,10 +135,19 @@ def cheaper(weight: Tensor, node: Any, tasks: int) -> bool:
     """Whether products of inputs and of output gradients cost less than a weight gradient for every task but one."""
     out, into = weight.shape[0], prod(weight.shape[1:])
     gave = node._input_metadata[0].shape
-    rows = gave[0] * prod(gave[2:])
-    half = 0.6 * rows * (rows + BAND)  # in bands it goes a sixth slower
-    moved = rows * (tasks * out + (into if weight.dim() > 2 else 0))
-    return bool(half * (into + tasks * out) + COMBINED * moved < (tasks - 1) * (rows + COMBINED) * into * out)
+    pixels = prod(gave[2:])
+    rows, among, band = gave[0] * pixels, into, BAND
+    if by_pixels(_options(node), gave):
+        among, band = weight.shape[1] + TAP * sum(weight.shape[2:]), max(BAND, pixels)
+    half = 0.6 * rows * (rows + band)  # in bands it goes a sixth slower
+    moved = rows * (tasks * out + (among if weight.dim() > 2 else 0))
+    return bool(half * (among + tasks * out) + COMBINED * moved < (tasks - 1) * (rows + COMBINED) * into * out)
+
+
+def by_pixels(options: Sequence[Any], gave: Sequence[int]) -> bool:
+    """Whether products of patches follow from those of pixels: in a convolution of stride 1, of images so small that one image's
+    with all others can be held."""
+    return len(options) > 0 and set(options[0]) == {1} and prod(gave[2:]) <= IMAGE
 
 
 def _user(leaf: Any, used: Sequence[Any], users: Mapping[Any, Sequence[Any]]) -> Any:

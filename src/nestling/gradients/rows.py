@@ -34,6 +34,16 @@ class LaidOutRows(TaskRows):
     def device(self) -> torch.device:
         return self.params[0].device
 
+    def shared(self) -> Tensor:
+        per_param = [
+            (spec, pieces) for spec, pieces in zip(self.layout.specs, self.layout.per_param(), strict=True) if pieces
+        ]
+        found = [torch.zeros(spec.stored, dtype=torch.bool) for spec, _ in per_param]
+        for mask, (_, pieces) in zip(found, per_param, strict=True):
+            for piece in (self.layout.pieces[index] for index in pieces):
+                mask[tuple(slice(a, b) for a, b in piece.box)] = piece.owners.bit_count() > 1
+        return torch.cat([mask.reshape(-1) for mask in found]).to(self.device)
+
 
 MANY = 16  # tasks from which one product is cheaper than inner products two by two
 

@@ -20,17 +20,17 @@ from nestling.gradients.combiners.solved import Solved
 class FromTorchJD(Combiner[Report]):
     """Rows to update by a TorchJD aggregator.
 
-    One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix. `scope`, for
-    the former: what one aggregation is about; "shared" leaves heads alone, as torchjd.autojac.mtl_backward does.
+    One that needs only the Gram matrix gets it and our rows stay compact; any other sees the padded dense matrix. `scope`: what
+    one aggregation is about; "shared" leaves heads alone, as torchjd.autojac.mtl_backward does.
     """
 
     def __init__(self, aggregator: Aggregator, scope: str = "all") -> None:
         self.aggregator = aggregator
         self.scope = scope
-        if scope != "all" and not isinstance(aggregator, GramianWeightedAggregator):
+        if scope not in ("all", "shared") and not isinstance(aggregator, GramianWeightedAggregator):
             raise NestlingError(
-                f"scope is {scope!r}, but {type(aggregator).__name__} needs whole rows: expected scope='all', or an aggregator "
-                f"that the Gram matrix is enough for"
+                f"scope is {scope!r}, but {type(aggregator).__name__} needs whole rows: expected scope='all' or 'shared', or an "
+                f"aggregator that the Gram matrix is enough for"
             )
 
     @property
@@ -38,16 +38,27 @@ class FromTorchJD(Combiner[Report]):
         return self.scope in ("shared", "block")
 
     def __call__(self, rows: TaskRows) -> Report:
-        if self.scope != "all":
+        if self.scope != "all" and isinstance(self.aggregator, GramianWeightedAggregator):
             return _Scoped(self.aggregator, self.scope)(rows)
-        gram = rows.gram()
-        private = rows.blocks("all").private if rows.certain else None
+        gram = rows.gram(self.scope)
+        private = rows.blocks(self.scope).private if rows.certain else None
         if isinstance(self.aggregator, GramianWeightedAggregator):
             weights = rows.agreed(self.aggregator.gramian_weighting(gram[0])[None])
             rows.write(weights)
             return Report(weights=weights, gram=gram, private=private)
-        rows.write_vector(rows.agreed(self.aggregator(rows.matrix())))
+        rows.write_vector(rows.agreed(self._vector(rows)))
         return Report(weights=None, gram=gram, private=private)
+
+    def _vector(self, rows: TaskRows) -> Tensor:
+        """The update over all entries; where one task owns an entry alone and the scope leaves it out, its own gradient."""
+        dense = rows.matrix()
+        if self.scope == "all":
+            whole: Tensor = self.aggregator(dense)
+            return whole
+        update, shared = dense.sum(0), rows.shared()
+        if bool(shared.any()):
+            update[shared] = self.aggregator(dense[:, shared])
+        return update
 
 
 class _Scoped(Solved):
