@@ -46,7 +46,19 @@ def sides(module: nn.Module, value: int | tuple[int, ...]) -> list[int]:
     return [value] * int(type(module).__name__[-2]) if isinstance(value, int) else list(value)
 
 
+def every(module: nn.Module, stride: int | tuple[int, ...]) -> Steps:
+    """Pooling single pixels leaves some out. As a pool, ONNX Runtime would join it with padding before it, and refuse that."""
+    steps = sides(module, stride)
+    axes = list(range(-len(steps), 0))
+    return one("Slice", [0] * len(steps), [FAR] * len(steps), axes, steps)
+
+
+FAR = 2**31 - 1  # behind the last pixel of any image
+
+
 def max_pool(module: nn.MaxPool1d | nn.MaxPool2d) -> Steps:
+    if set(sides(module, module.kernel_size)) == {1}:
+        return every(module, module.stride)
     attributes = {
         "kernel_shape": sides(module, module.kernel_size),
         "strides": sides(module, module.stride),
@@ -60,6 +72,8 @@ def max_pool(module: nn.MaxPool1d | nn.MaxPool2d) -> Steps:
 def average_pool(module: nn.AvgPool1d | nn.AvgPool2d) -> Steps | None:
     if getattr(module, "divisor_override", None) is not None:
         return None
+    if set(sides(module, module.kernel_size)) == {1}:
+        return every(module, module.stride)
     attributes = {
         "kernel_shape": sides(module, module.kernel_size),
         "strides": sides(module, module.stride),
@@ -171,6 +185,7 @@ TWINS: dict[Any, type[nn.Module]] = {
     torch.selu: nn.SELU, F.max_pool1d: nn.MaxPool1d, F.avg_pool1d: nn.AvgPool1d, F.softmax: nn.Softmax,
     F.log_softmax: nn.LogSoftmax,
 }  # fmt: skip
+TWINS |= {Tensor.contiguous: nn.Identity}
 TWINS |= {getattr(Tensor, name): kind for name, kind in (("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh))}
 PLAIN = {"abs": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "neg": "Neg", "reciprocal": "Reciprocal", "erf": "Erf",
          "sin": "Sin", "cos": "Cos", "floor": "Floor", "ceil": "Ceil"}  # fmt: skip
@@ -210,6 +225,8 @@ def call(made: Call) -> Steps | None:
         return None if rest or options else one(OPERATORS[made.function])
     if made.function in CLAMPS:
         return clamp(*rest, **options)
+    if made.function is operator.getitem:
+        return picked(*rest)
     if made.function is F.interpolate:
         return resize(*rest, **options)
     if made.function is F.pad:
@@ -240,6 +257,23 @@ def clamp(min: Any = None, max: Any = None) -> Steps | None:
 def pad(pad: Any, mode: str = "constant", value: float | None = None) -> Steps | None:
     whole = isinstance(pad, tuple | list) and all(type(side) is int for side in pad)
     return padding(tuple(pad), mode, value, 2) if whole else None
+
+
+def picked(which: Any) -> Steps | None:
+    """Slices and single places of a tensor."""
+    parts = list(enumerate(which)) if isinstance(which, tuple) else []
+    slices = [(d, part) for d, part in parts if isinstance(part, slice) and part != slice(None)]
+    places = [(d, part) for d, part in reversed(parts) if type(part) is int]
+    if len(slices) + len(places) + sum(part == slice(None) for _, part in parts) != len(parts) or not parts:
+        return None
+    if any(part.step is not None and part.step < 1 for _, part in slices):
+        return None
+    edges = [[part.start or 0, FAR if part.stop is None else part.stop, part.step or 1] for _, part in slices]
+    starts, stops, steps = (list(each) for each in zip(*edges, strict=True)) if edges else ([], [], [])
+    made = one("Slice", starts, stops, [d for d, _ in slices], steps) if slices else []
+    for d, place in places:
+        made += [*one("Gather", [place], axis=d), *one("Squeeze", [d])]
+    return made or one("Identity")
 
 
 def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:

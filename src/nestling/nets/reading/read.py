@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.ops import Input
-from nestling.nets.ops.calls import DROP_PATHS, DropPath
+from nestling.nets.ops.calls import DROP_PATHS, Call, DropPath
 from nestling.nets.plan import Node
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
@@ -128,9 +128,10 @@ class Reader(Pen):
         """Channel by channel if that is known to be right, else as it was recorded."""
         sketch, before = self.sketch, (dict(self.sketch.nodes), dict(self.sketch.layers), dict(self.weights_of))
         try:
-            if node.target == "contiguous":
-                self.refuse(node, "how a tensor lies in memory decides how it is computed, to the last bit")
-            self.enter_node(node)
+            if node.target == "contiguous":  # how a tensor lies in memory decides how it is computed, to the last bit
+                self.map(node, Call(Tensor.contiguous, 0, (None,), {}))
+            else:
+                self.enter_node(node)
         except NestlingError:
             sketch.nodes, sketch.layers, self.weights_of = before
             self.names.pop(node, None)
