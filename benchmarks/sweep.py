@@ -42,7 +42,6 @@ WAYS: dict[str, Callable[..., NestedNet]] = {
     "stripes": lambda module, shape: nestling.nest(module, "w,w", shape, uneven=True),
     "keep": lambda module, shape: nestling.keep(module, (1 / 4, 1 / 4), shape, proof=False),  # stripes has proved it
 }
-SECONDS = 900  # for one model in all three ways
 LARGEST = 140_000_000  # parameters
 # words of small models, which are looked at first
 SMALL = ("tiny", "atto", "xxs", "nano", "pico", "femto", "mini", "small", "_xs", "_s", "_t", "_b0", "18", "20", "_w")
@@ -293,7 +292,9 @@ def check_leaks(net: NestedNet, x: Tensor, staged: list[Tensor]) -> None:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def apart(make: Callable[[], nn.Module], examine: Callable[[Callable[[], nn.Module], Any], None]) -> dict[str, Any]:
+def apart(
+    make: Callable[[], nn.Module], examine: Callable[[Callable[[], nn.Module], Any], None], most: float
+) -> dict[str, Any]:
     """A model examined by a process of its own, so that one that takes too long or too much memory ends alone."""
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=examine, args=(make, there.send), daemon=True)
@@ -301,16 +302,14 @@ def apart(make: Callable[[], nn.Module], examine: Callable[[Callable[[], nn.Modu
     process.start()
     there.close()
     try:
-        while here.poll(max(0.0, start + SECONDS - time.monotonic())):
+        while here.poll(max(0.0, start + most - time.monotonic())):
             row = here.recv()
     except EOFError:
         pass
     else:
         process.kill()
     process.join()
-    ended = (
-        f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {SECONDS} seconds"
-    )
+    ended = f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {most:g} seconds"
     missing = {way: "unfinished" for way in WAYS if way not in row}
     return {**row, **missing, **{f"why_{way}": row.get(f"why_{way}", ended) for way in missing}}
 
@@ -343,7 +342,7 @@ def list_families() -> None:
     for library, made, family in libraries():
         version = importlib.metadata.version(library)
         for name, model, params in smallest(made, family):
-            kind = apart(made[model], kind_alone).get("kind", "")
+            kind = apart(made[model], kind_alone, 600).get("kind", "")
             rows.append(dict(zip(LISTED, (library, version, name, model, params, kind), strict=True)))
             print(*rows[-1].values(), flush=True)
             write(rows, FAMILIES, LISTED)
@@ -393,10 +392,10 @@ def shortened(why: str, most: int = 160) -> str:
     return why if len(why) <= most else why[: most - 3].rpartition(" ")[0] + " ..."
 
 
-def run(each: dict[str, Any], make: Callable[[], nn.Module]) -> dict[str, Any]:
+def run(each: dict[str, Any], make: Callable[[], nn.Module], most: float) -> dict[str, Any]:
     """The row of one family, which is shown too."""
     start = time.monotonic()
-    facts = apart(make, examine)
+    facts = apart(make, examine, most)
     seconds = round(time.monotonic() - start, 1)
     row = {**{word: each[word] for word in ("library", "family", "model", "params")}, **facts, "commit": commit()}
     print(f"{row['library']:12}{row['model']:34}{'  '.join(f'{way} {row[way]}' for way in WAYS)}  {seconds} s")
@@ -411,6 +410,7 @@ def main() -> None:
     parser.add_argument("--again", default="", help="only these models, whether or not they have a row")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="only families of this kind")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    parser.add_argument("--seconds", type=float, default=900, help="the most that one model may take in all three ways")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
     if options.list or not FAMILIES.exists():
@@ -427,7 +427,7 @@ def main() -> None:
         named = each["model"] in again if again else options.only in each["model"]
         if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
             continue
-        row = run(each, builders[each["library"]][each["model"]])
+        row = run(each, builders[each["library"]][each["model"]], options.seconds)
         if not options.only and "unfinished" not in row.values():  # those are tried again next time
             write([*(other for other in rows_of(FILE) if key(other) != key(row)), row])
 
