@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.nets.ops.calls import Call, DropPath
+from nestling.nets.ops.calls import Call, DropPath, largest, mask, smallest
 
 GIVEN, LAST = "given", "last"  # what an operator may read: the module's own input, or what the operator before it gave
 
@@ -188,7 +188,8 @@ TWINS: dict[Any, type[nn.Module]] = {
 TWINS |= {Tensor.contiguous: nn.Identity}
 TWINS |= {getattr(Tensor, name): kind for name, kind in (("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh))}
 PLAIN = {"abs": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "neg": "Neg", "reciprocal": "Reciprocal", "erf": "Erf",
-         "sin": "Sin", "cos": "Cos", "floor": "Floor", "ceil": "Ceil"}  # fmt: skip
+         "sin": "Sin", "cos": "Cos", "floor": "Floor", "ceil": "Ceil", "sign": "Sign", "round": "Round", "atan": "Atan",
+         "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "detach": "Identity"}  # fmt: skip
 OPERATORS: dict[Any, str] = {
     getattr(room, name): kind
     for name, kind in PLAIN.items()
@@ -201,6 +202,15 @@ ARITHMETIC: dict[Any, str] = {
     for room in (operator, torch, Tensor)
     if hasattr(room, name)
 }
+COMPARED: dict[Any, list[str]] = {
+    getattr(room, name): kinds
+    for name, kinds in {
+        "gt": ["Greater"], "ge": ["GreaterOrEqual"], "lt": ["Less"], "le": ["LessOrEqual"], "eq": ["Equal"],
+        "ne": ["Equal", "Not"],
+    }.items()
+    for room in (operator, torch)
+}  # fmt: skip
+FLOAT = 1  # ONNX's number for it
 CLAMPS = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
 
@@ -227,6 +237,12 @@ def call(made: Call) -> Steps | None:
         return clamp(*rest, **options)
     if made.function is operator.getitem:
         return picked(*rest)
+    if made.function is mask:
+        first, *others = COMPARED[rest[0]]
+        return [*one(first, float(rest[1])), *(step for kind in others for step in one(kind)), *one("Cast", to=FLOAT)]
+    if made.function in (largest, smallest):
+        kind = "ReduceMax" if made.function is largest else "ReduceMin"
+        return one(kind, [rest[0]], keepdims=int(rest[1]))
     if made.function is F.interpolate:
         return resize(*rest, **options)
     if made.function is F.pad:
