@@ -392,12 +392,12 @@ def shortened(why: str, most: int = 160) -> str:
     return why if len(why) <= most else why[: most - 3].rpartition(" ")[0] + " ..."
 
 
-def run(each: dict[str, Any], make: Callable[[], nn.Module], most: float) -> dict[str, Any]:
+def run(each: dict[str, Any], make: Callable[[], nn.Module], most: float, code: str) -> dict[str, Any]:
     """The row of one family, which is shown too."""
     start = time.monotonic()
     facts = apart(make, examine, most)
     seconds = round(time.monotonic() - start, 1)
-    row = {**{word: each[word] for word in ("library", "family", "model", "params")}, **facts, "commit": commit()}
+    row = {**{word: each[word] for word in ("library", "family", "model", "params")}, **facts, "commit": code}
     print(f"{row['library']:12}{row['model']:34}{'  '.join(f'{way} {row[way]}' for way in WAYS)}  {seconds} s")
     print(*(f"    {way}: {row[f'why_{way}']}\n" for way in WAYS if row.get(f"why_{way}")), sep="", end="", flush=True)
     return {**row, "seconds": seconds}
@@ -422,12 +422,13 @@ def main() -> None:
         return
     until, again = time.monotonic() + 60 * options.minutes, options.again.split(",") if options.again else []
     done = {key(row) for row in rows_of(FILE)} if not again and not options.only else set()
+    code = commit()
     builders = {library: made for library, made, _ in libraries()}
     for each in sorted(listed, key=lambda row: int(row["params"])):
         named = each["model"] in again if again else options.only in each["model"]
         if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
             continue
-        row = run(each, builders[each["library"]][each["model"]], options.seconds)
+        row = run(each, builders[each["library"]][each["model"]], options.seconds, code)
         if not options.only and "unfinished" not in row.values():  # those are tried again next time
             write([*(other for other in rows_of(FILE) if key(other) != key(row)), row])
 

@@ -181,6 +181,7 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
         nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.Softplus: (2.0,), nn.CELU: (0.7,), nn.Hardtanh: (-0.5, 2.0),
         nn.Upsample: (None, 2), nn.UpsamplingNearest2d: (None, 3), nn.ZeroPad2d: ((1, 2, 0, 3),), nn.ConstantPad2d: (1, 0.5),
         nn.ReflectionPad2d: ((1, 2, 0, 3),), nn.ReplicationPad2d: (2,), nn.Softshrink: (0.7,),
+        nn.Threshold: (0.1, 0.5), nn.UpsamplingBilinear2d: (None, 2),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()
     x = torch.randn(2, 4, *[8] * (1 if "1d" in kind.__name__ else 2)) * 3

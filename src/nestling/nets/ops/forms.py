@@ -159,6 +159,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Softshrink: lambda m: one("Shrink", lambd=float(m.lambd), bias=float(m.lambd)),
     nn.Hardshrink: lambda m: one("Shrink", lambd=float(m.lambd), bias=0.0),
     nn.Softsign: lambda m: one("Softsign"),
+    nn.Threshold: lambda m: [*one("Greater", m.threshold), OnnxStep("Where", {}, (LAST, GIVEN, constant(float(m.value))))],
     nn.Softmax: lambda m: softmax("Softmax", m.dim),
     nn.LogSoftmax: lambda m: softmax("LogSoftmax", m.dim),
     nn.Softmax2d: lambda m: one("Softmax", axis=-3),
@@ -167,6 +168,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.AdaptiveMaxPool1d: global_pool, nn.AdaptiveMaxPool2d: global_pool,
     nn.Upsample: lambda m: resize(m.size, m.scale_factor, m.mode, m.align_corners),
     nn.UpsamplingNearest2d: lambda m: resize(m.size, m.scale_factor),
+    nn.UpsamplingBilinear2d: lambda m: resize(m.size, m.scale_factor, "bilinear", True),
     nn.ZeroPad2d: lambda m: padding(m.padding, "constant", 0.0, 2),
     nn.ConstantPad2d: lambda m: padding(m.padding, "constant", m.value, 2),
     nn.ReflectionPad2d: lambda m: padding(m.padding, "reflect", None, 2),
@@ -183,7 +185,7 @@ TWINS: dict[Any, type[nn.Module]] = {
     F.relu6: nn.ReLU6, F.silu: nn.SiLU, F.hardtanh: nn.Hardtanh, F.softplus: nn.Softplus, F.celu: nn.CELU, torch.celu: nn.CELU,
     F.logsigmoid: nn.LogSigmoid, F.tanhshrink: nn.Tanhshrink, F.softshrink: nn.Softshrink, F.hardshrink: nn.Hardshrink,
     torch.selu: nn.SELU, F.max_pool1d: nn.MaxPool1d, F.avg_pool1d: nn.AvgPool1d, F.softmax: nn.Softmax,
-    F.log_softmax: nn.LogSoftmax,
+    F.log_softmax: nn.LogSoftmax, F.threshold: nn.Threshold,
 }  # fmt: skip
 TWINS |= {Tensor.contiguous: nn.Identity}
 TWINS |= {getattr(Tensor, name): kind for name, kind in (("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh))}
@@ -211,6 +213,10 @@ COMPARED: dict[Any, list[str]] = {
     for room in (operator, torch)
 }  # fmt: skip
 FLOAT = 1  # ONNX's number for it
+POWERS: dict[Any, Steps] = {
+    torch.square: [OnnxStep("Mul", {}, (GIVEN, GIVEN))],
+    torch.rsqrt: [*one("Sqrt"), *one("Reciprocal")],
+}
 CLAMPS = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
 
@@ -235,6 +241,8 @@ def call(made: Call) -> Steps | None:
         return None if rest or options else one(OPERATORS[made.function])
     if made.function in CLAMPS:
         return clamp(*rest, **options)
+    if made.function in POWERS:
+        return None if rest or options else POWERS[made.function]
     if made.function is operator.getitem:
         return picked(*rest)
     if made.function is mask:
