@@ -421,7 +421,8 @@ def main() -> None:
     if options.list or options.table:
         return
     until, again = time.monotonic() + 60 * options.minutes, options.again.split(",") if options.again else []
-    done = {key(row) for row in rows_of(FILE)} if not again and not options.only else set()
+    finished = {key(row) for row in rows_of(FILE) if "unfinished" not in row.values()}
+    done = finished if not again and not options.only else set()  # what was not finished is tried again
     code = commit()
     builders = {library: made for library, made, _ in libraries()}
     for each in sorted(listed, key=lambda row: int(row["params"])):
@@ -429,7 +430,7 @@ def main() -> None:
         if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
             continue
         row = run(each, builders[each["library"]][each["model"]], options.seconds, code)
-        if not options.only and "unfinished" not in row.values():  # those are tried again next time
+        if not options.only:
             write([*(other for other in rows_of(FILE) if key(other) != key(row)), row])
 
 
