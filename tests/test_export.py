@@ -409,20 +409,25 @@ def engine_of(net: NestedNet) -> OnnxEngine:
     return OnnxEngine(graphs, known, known[stages[0].head])
 
 
+def bias_of(net: NestedNet, head: int) -> nn.Parameter:
+    return next(p for name, p in net.named_parameters() if name.startswith(f"head{head}.") and name.endswith("bias"))
+
+
 def test_verification_allows_what_the_networks_own_arithmetic_is_off() -> None:
     """Logits that are small differences of large numbers: no engine can have float32's digits of them."""
     net, x = network("width-digits")
     with torch.no_grad():
-        net.head3.linear.bias += 1e4  # type: ignore[union-attr, operator]
+        bias_of(net, 3).add_(1e4)
         engine = engine_of(net)
-        net.head3.linear.bias += 0.5  # type: ignore[union-attr, operator]
+        bias_of(net, 3).add_(0.5)
     with pytest.raises(NestlingError, match="stage 3 differs"):  # of numbers that are exact, half of one is much
         verified.verify(engine, net, x)
     torch.manual_seed(0)
     last = nn.Linear(64, 4)
-    model = nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last).eval()
+    first = nn.Conv2d(1, 64, 3)
+    model = nn.Sequential(first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last).eval()
     with torch.no_grad():
-        model[0].bias += 3e4  # type: ignore[operator]
+        first.bias.add_(3e4)  # type: ignore[union-attr]
         last.weight -= last.weight.mean(1, keepdim=True)
         own, exact = model(x[:, :1]), copy.deepcopy(model).double()(x[:, :1].double())
         net = nest(model, "w", (1, 8, 8))
@@ -430,7 +435,7 @@ def test_verification_allows_what_the_networks_own_arithmetic_is_off() -> None:
     assert verified.distance(own.numpy(), exact.numpy()) > verified.TOLERANCE
     assert verified.verify(engine, net, x[:, :1])["tolerance"] > verified.TOLERANCE
     with torch.no_grad():
-        dict(net.named_parameters())["head2.4.bias"] += 0.5
+        bias_of(net, 2).add_(0.5)
     with pytest.raises(NestlingError, match="stage 2 differs"):
         verified.verify(engine, net, x[:, :1])
 
@@ -438,7 +443,7 @@ def test_verification_allows_what_the_networks_own_arithmetic_is_off() -> None:
 def test_verification_sees_what_is_no_number() -> None:
     net, x = network("width-digits")
     broken = copy.deepcopy(net)
-    broken.head2.linear.bias.data[0] = float("nan")  # type: ignore[union-attr, index]
+    bias_of(broken, 2).data[0] = float("nan")
     with pytest.raises(NestlingError, match="stage 2 differs from the network by nan"):
         verified.verify(engine_of(broken), net, x)
 

@@ -269,14 +269,6 @@ class Pen(Picking):
             )
         self.add(node, Node(name, op, (read,), (0,) * before.channels, op.size([before])))
 
-    def before(self, name: str, read: str, module: nn.Module) -> str:
-        """A module between a layer and what it reads."""
-        node = self.sketch.nodes[read]
-        axis, shape = node.op.axis, module(torch.empty(1, *node.shape(node.channels), device="meta")).shape
-        made = Node(self.fresh(name), Module(axis=axis), (read,), node.births, (*shape[1:axis], *shape[axis + 1 :]))
-        self.sketch.layers[made.name] = module
-        return self.put(made)
-
     def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
         """A function on parameters of the module, as the layer it stands for; a bias that is computed is added behind it."""
         given = self.given(node, "input", "weight", "bias", *kind.words)

@@ -39,6 +39,14 @@ class Picking(Placing):
         self.sketch.layers[name] = layer
         self.add(node, Node(name, Module(), (read,), (0,) * self.channels(read), self.size(node)))
 
+    def before(self, name: str, read: str, module: nn.Module) -> str:
+        """A module between a layer and what it reads."""
+        node = self.sketch.nodes[read]
+        axis, shape = node.op.axis, module(torch.empty(1, *node.shape(node.channels), device="meta")).shape
+        made = Node(self.fresh(name), Module(axis=axis), (read,), node.births, (*shape[1:axis], *shape[axis + 1 :]))
+        self.sketch.layers[made.name] = module
+        return self.put(made)
+
     # --- by number ------------------------------------------------------------------------------------------------
 
     def getitem(self, node: fx.Node) -> None:
