@@ -5,6 +5,7 @@
     python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
     python benchmarks/sweep.py --again dpn68,fishnet99    these models once more, whose rows are replaced
     python benchmarks/sweep.py --kind conv --minutes 30   one kind; stop after so long; call it again to go on
+    python benchmarks/sweep.py --read                     whether those without a row are read; seconds each, no file is written
     python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
 
 Random weights, batch 2, float32, small images where the model takes them. Each way that nests a model is then held to everything:
@@ -36,6 +37,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import nestling
 from nestling.errors import NestlingError
 from nestling.nets.net import NestedNet
+from nestling.nets.reading.baked import baked
+from nestling.nets.reading.read import read, read_whole
 
 WAYS: dict[str, Callable[..., NestedNet]] = {
     "exits": lambda module, shape: nestling.exits(module, (0.3, 0.6), shape),
@@ -289,6 +292,21 @@ def check_leaks(net: NestedNet, x: Tensor, staged: list[Tensor]) -> None:
         parameter.data = kept[key]
 
 
+def only_read(make: Callable[[], nn.Module], send: Any) -> None:
+    """Whether a model is read for exits and for stripes, on the smallest images it takes; nothing is computed."""
+    module, found = make(), dict[str, str]()
+    for shape in images_like(module):
+        for way, reads in (("exits", read_whole), ("stripes", read)):
+            try:
+                reads(baked(module, "it")[0], shape, "it")
+                found[way] = "read"
+            except NestlingError as refusal:
+                found[way] = found.get(way, "") if found.get(way) == "read" else first_line(refusal)
+        if not any("does not run on images" in why for why in found.values()):
+            break
+    send(found)
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +429,7 @@ def main() -> None:
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="only families of this kind")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     parser.add_argument("--seconds", type=float, default=900, help="the most that one model may take in all three ways")
+    parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
     if options.list or not FAMILIES.exists():
@@ -428,6 +447,13 @@ def main() -> None:
     for each in sorted(listed, key=lambda row: int(row["params"])):
         named = each["model"] in again if again else options.only in each["model"]
         if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
+            continue
+        if options.read:
+            print(
+                each["library"],
+                each["model"],
+                apart(builders[each["library"]][each["model"]], only_read, options.seconds),
+            )
             continue
         row = run(each, builders[each["library"]][each["model"]], options.seconds, code)
         if not options.only:
