@@ -1,20 +1,24 @@
 """Other people's networks made anytime: the smallest model of every family of timm, torchvision and pytorchcv, in three ways.
 
     python benchmarks/sweep.py                            a table, and results/sweep.csv; rows that are there are kept
+    python benchmarks/sweep.py --list                     which families there are: results/sweep-families.csv
     python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
-    python benchmarks/sweep.py --minutes 30               stop after so long; call it again to go on
+    python benchmarks/sweep.py --again dpn68,fishnet99    these models once more, whose rows are replaced
+    python benchmarks/sweep.py --kind conv --minutes 30   one kind; stop after so long; call it again to go on
+    python benchmarks/sweep.py --read                     whether those without a row are read; seconds each, no file is written
     python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
 
 Random weights, batch 2, float32, small images where the model takes them. Each way that nests a model is then held to everything:
 last answer against the module (keep, exits), stages against the whole, NaN in all that is born later, multiply-accumulates as
-torch counts them, one step of OSGD, export and Runtime. Whatever libraries are installed are swept; no weights are fetched.
+torch counts them, one step of OSGD, export and Runtime. Whatever libraries are installed are listed; no weights are fetched.
 """
 
 import argparse
 import csv
+import importlib.metadata
 import importlib.util
-import json
 import multiprocessing
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +37,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import nestling
 from nestling.errors import NestlingError
 from nestling.nets.net import NestedNet
+from nestling.nets.reading.baked import baked
+from nestling.nets.reading.read import read, read_whole
 
 WAYS: dict[str, Callable[..., NestedNet]] = {
     "exits": lambda module, shape: nestling.exits(module, (0.3, 0.6), shape),
     "stripes": lambda module, shape: nestling.nest(module, "w,w", shape, uneven=True),
     "keep": lambda module, shape: nestling.keep(module, (1 / 4, 1 / 4), shape, proof=False),  # stripes has proved it
 }
-SECONDS = 900  # for one model in all three ways
 LARGEST = 140_000_000  # parameters
+# words of small models, which are looked at first
+SMALL = ("tiny", "atto", "xxs", "nano", "pico", "femto", "mini", "small", "_xs", "_s", "_t", "_b0", "18", "20", "_w")
 # of pytorchcv: other data sets, and other tasks than one class for each picture
 NO_IMAGENET_NOR_CIFAR = (
     "_cifar100",
@@ -54,8 +61,12 @@ NO_IMAGENET_NOR_CIFAR = (
     "_widerface",
 )
 NO_IMAGENET_NOR_CIFAR += ("nvpattexp", "voca", "superpointnet", "pfpcnet", "prnet", "jasper", "quartznet", "openpose")
-FILE = Path(__file__).parent.parent / "results" / "sweep.csv"
+RESULTS = Path(__file__).parent.parent / "results"
+FILE, FAMILIES = RESULTS / "sweep.csv", RESULTS / "sweep-families.csv"
 COLUMNS = ["library", "family", "model", "kind", "image", "params", *WAYS, *(f"why_{way}" for way in WAYS), "seconds"]
+COLUMNS += ["commit"]
+KINDS = ("conv", "transformer")
+LISTED = ["library", "version", "family", "model", "params", "kind"]
 
 
 # --- which models -----------------------------------------------------------------------------------------------------
@@ -100,14 +111,16 @@ def without_operators() -> None:
 
 def smallest(made: dict[str, Callable[[], nn.Module]], family: Callable[[str], str]) -> Iterator[tuple[str, str, int]]:
     """Of every family the model with the fewest parameters that a classifier of one image can be: family, model, parameters."""
-    found: dict[str, tuple[int, str]] = {}
-    for name, make in made.items():
-        best = found.get(family(name), (LARGEST, ""))
-        size = parameters(make, 2 * best[0])
-        if size is not None:
-            found[family(name)] = min(best, (size, name))
-    for size, name, kind in sorted((size, name, kind) for kind, (size, name) in found.items() if name):
-        yield kind, name, size
+    names: dict[str, list[str]] = {}
+    for name in made:
+        names.setdefault(family(name), []).append(name)
+    for kind in sorted(names):
+        best = (LARGEST, "")
+        for name in sorted(names[kind], key=lambda name: (not any(word in name for word in SMALL), name)):
+            size = parameters(made[name], 2 * best[0])
+            best = best if size is None else min(best, (size, name))
+        if best[1]:
+            yield kind, best[1], best[0]
 
 
 def parameters(make: Callable[[], nn.Module], most: int) -> int | None:
@@ -175,7 +188,9 @@ def outcome(way: str, nested: Callable[[], NestedNet], module: nn.Module, x: Ten
 def kind_of(module: nn.Module, x: Tensor) -> str:
     """A transformer multiplies tensors by each other, as attention does, or has norms over channels."""
     normed = any(
-        word in type(layer).__name__ for layer in module.modules() for word in ("LayerNorm", "RmsNorm", "RMSNorm")
+        word in type(layer).__name__
+        for layer in module.modules()
+        for word in ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm")
     )
     with torch.no_grad(), Products() as seen:
         module.eval()(x)
@@ -193,13 +208,19 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def images(module: nn.Module) -> Tensor:
-    """A batch as small as the model takes."""
+def images_like(module: nn.Module) -> list[tuple[int, int, int]]:
+    """Shapes of images that a model may take, the smallest first and its own among the last."""
     config = getattr(module, "default_cfg", None) or {}
     channels, *_, own = config.get("input_size", (3, *[getattr(module, "in_size", (224, 224))[0]] * 2))
-    sides = list(dict.fromkeys((32 if own <= 32 else 64, 96, 128, own, max(own, 299))))
-    for side in sides:
-        x = torch.randn(2, channels, side, side)
+    sides = dict.fromkeys((32 if own <= 32 else 64, 96, 128, own, max(own, 299)))
+    return [(channels, side, side) for side in sides]
+
+
+def images(module: nn.Module) -> Tensor:
+    """A batch as small as the model takes."""
+    shapes = images_like(module)
+    for shape in shapes:
+        x = torch.randn(2, *shape)
         try:
             with torch.no_grad():
                 module.train()(torch.cat([x, x]))  # auxiliary heads may need larger images; norms have seen something
@@ -207,7 +228,7 @@ def images(module: nn.Module) -> Tensor:
             if isinstance(found, Tensor) and torch.isfinite(found).all():
                 return x
         except Exception:
-            if side == sides[-1]:
+            if shape == shapes[-1]:
                 raise
     raise ValueError("it gives no finite logits")
 
@@ -271,10 +292,27 @@ def check_leaks(net: NestedNet, x: Tensor, staged: list[Tensor]) -> None:
         parameter.data = kept[key]
 
 
+def only_read(make: Callable[[], nn.Module], send: Any) -> None:
+    """Whether a model is read for exits and for stripes, on the smallest images it takes; nothing is computed."""
+    module, found = make(), dict[str, str]()
+    for shape in images_like(module):
+        for way, reads in (("exits", read_whole), ("stripes", read)):
+            try:
+                reads(baked(module, "it")[0], shape, "it")
+                found[way] = "read"
+            except NestlingError as refusal:
+                found[way] = found.get(way, "") if found.get(way) == "read" else first_line(refusal)
+        if not any("does not run on images" in why for why in found.values()):
+            break
+    send(found)
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def apart(make: Callable[[], nn.Module]) -> dict[str, Any]:
+def apart(
+    make: Callable[[], nn.Module], examine: Callable[[Callable[[], nn.Module], Any], None], most: float
+) -> dict[str, Any]:
     """A model examined by a process of its own, so that one that takes too long or too much memory ends alone."""
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=examine, args=(make, there.send), daemon=True)
@@ -282,58 +320,88 @@ def apart(make: Callable[[], nn.Module]) -> dict[str, Any]:
     process.start()
     there.close()
     try:
-        while here.poll(max(0.0, start + SECONDS - time.monotonic())):
+        while here.poll(max(0.0, start + most - time.monotonic())):
             row = here.recv()
     except EOFError:
         pass
     else:
         process.kill()
     process.join()
-    ended = (
-        f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {SECONDS} seconds"
-    )
+    ended = f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {most:g} seconds"
     missing = {way: "unfinished" for way in WAYS if way not in row}
     return {**row, **missing, **{f"why_{way}": row.get(f"why_{way}", ended) for way in missing}}
 
 
-def already() -> list[dict[str, Any]]:
-    if not FILE.exists():
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
         return []
-    with FILE.open(newline="") as file:
+    with path.open(newline="") as file:
         return [dict(row) for row in csv.DictReader(file)]
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    with FILE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+def write(rows: list[dict[str, Any]], path: Path = FILE, columns: list[str] = COLUMNS) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda row: (row["library"], row["family"])))
 
 
-def tally(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many of each kind of model were nested in each way."""
-    found: dict[str, Any] = {"torch": torch.__version__, "models": len(rows)}
-    for kind in ("conv", "transformer"):
-        mine = [row for row in rows if row.get("kind") == kind]
-        found[kind] = {"models": len(mine), **{way: sum(row.get(way) == "ok" for row in mine) for way in WAYS}}
-    return found
+def commit() -> str:
+    """Which code ran; a plus says that files were changed since."""
+    git = ["git", "-C", str(RESULTS.parent)]
+    number = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/sweep.py"]).returncode
+    return number + "+" * bool(changed)
 
 
-def table(rows: list[dict[str, Any]], kind: str = "conv") -> str:
+def list_families() -> None:
+    """The smallest model of every family, with its kind, written as they are found."""
+    rows: list[dict[str, Any]] = []
+    for library, made, family in libraries():
+        version = importlib.metadata.version(library)
+        for name, model, params in smallest(made, family):
+            kind = apart(made[model], kind_alone, 600).get("kind", "")
+            rows.append(dict(zip(LISTED, (library, version, name, model, params, kind), strict=True)))
+            print(*rows[-1].values(), flush=True)
+            write(rows, FAMILIES, LISTED)
+
+
+def kind_alone(make: Callable[[], nn.Module], send: Any) -> None:
+    """The kind of one model, without data where it runs so."""
+    try:
+        with torch.device("meta"):
+            module = make()
+            shapes = images_like(module)
+            send({"kind": kind_of(module, torch.empty(2, *shapes[-2 if len(shapes) > 1 else 0]))})
+    except Exception:
+        torch.manual_seed(0)
+        module = make()
+        send({"kind": kind_of(module, images(module))})
+
+
+def table(rows: list[dict[str, Any]], listed: list[dict[str, Any]], kind: str = "conv") -> str:
     """How many families of each library were made anytime in each way, and why the others were not."""
-    lines = [f"| {kind} | families | {' | '.join(WAYS)} |", "|---" * (2 + len(WAYS)) + "|"]
-    for library in sorted({row["library"] for row in rows}):
-        mine = [row for row in rows if row["library"] == library and row["kind"] == kind]
+    lines = [f"| {kind} | families | run | {' | '.join(WAYS)} |", "|---" * (3 + len(WAYS)) + "|"]
+    rows = [row for row in rows if row["kind"] == kind]
+    listed = [row for row in listed if row["kind"] == kind]
+    for library in [*sorted({row["library"] for row in listed}), ""]:
+        mine = [row for row in rows if library in ("", row["library"])]
+        all_of = sum(library in ("", row["library"]) for row in listed)
         made = " | ".join(str(sum(row[way] == "ok" for row in mine)) for way in WAYS)
-        lines.append(f"| {library} | {len(mine)} | {made} |")
+        lines.append(f"| {library or 'all'} | {all_of} | {len(mine)} | {made} |")
     lines += ["", "| not made | way | because |", "|---|---|---|"]
-    for row in (row for row in rows if row["kind"] == kind):
+    for row in rows:
         words: dict[str, list[str]] = {}
         for way in WAYS:
             if row[way] != "ok":
                 words.setdefault(shortened(row[f"why_{way}"]), []).append(way)
         lines += [f"| {row['model']} | {', '.join(ways)} | {why} |" for why, ways in words.items()]
-    return "\n".join(lines)
+    missing = [row["model"] for row in listed if key(row) not in {key(each) for each in rows}]
+    return "\n".join(lines) + f"\n\nNot run: {', '.join(missing) or 'none'}."
+
+
+def key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["library"], row["family"]
 
 
 def shortened(why: str, most: int = 160) -> str:
@@ -342,39 +410,54 @@ def shortened(why: str, most: int = 160) -> str:
     return why if len(why) <= most else why[: most - 3].rpartition(" ")[0] + " ..."
 
 
+def run(each: dict[str, Any], make: Callable[[], nn.Module], most: float, code: str) -> dict[str, Any]:
+    """The row of one family, which is shown too."""
+    start = time.monotonic()
+    facts = apart(make, examine, most)
+    seconds = round(time.monotonic() - start, 1)
+    row = {**{word: each[word] for word in ("library", "family", "model", "params")}, **facts, "commit": code}
+    print(f"{row['library']:12}{row['model']:34}{'  '.join(f'{way} {row[way]}' for way in WAYS)}  {seconds} s")
+    print(*(f"    {way}: {row[f'why_{way}']}\n" for way in WAYS if row.get(f"why_{way}")), sep="", end="", flush=True)
+    return {**row, "seconds": seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="only list the families")
     parser.add_argument("--only", default="", help="only models whose name holds this text; nothing is written")
+    parser.add_argument("--again", default="", help="only these models, whether or not they have a row")
+    parser.add_argument("--kind", default="", choices=("", *KINDS), help="only families of this kind")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    parser.add_argument("--seconds", type=float, default=900, help="the most that one model may take in all three ways")
+    parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
+    if options.list or not FAMILIES.exists():
+        list_families()
+    listed = rows_of(FAMILIES)
     if options.table:
-        print("\n\n".join(table(already(), kind) for kind in ("conv", "transformer")))
+        print("\n\n".join(table(rows_of(FILE), listed, kind) for kind in KINDS))
+    if options.list or options.table:
         return
-    until = time.monotonic() + 60 * options.minutes
-    rows = [] if options.only else already()
-    done = {(row["library"], row["family"]) for row in rows}
-    for library, made, family in libraries():
-        left = {
-            name: make for name, make in made.items() if (library, family(name)) not in done and options.only in name
-        }
-        for kind, name, params in smallest(left, family):
-            if time.monotonic() > until:
-                break
-            start = time.monotonic()
-            facts = apart(made[name])
-            seconds = round(time.monotonic() - start, 1)
-            rows.append(
-                {"library": library, "family": kind, "model": name, "params": params, **facts, "seconds": seconds}
+    until, again = time.monotonic() + 60 * options.minutes, options.again.split(",") if options.again else []
+    finished = {key(row) for row in rows_of(FILE) if "unfinished" not in row.values()}
+    done = finished if not again and not options.only else set()  # what was not finished is tried again
+    code = commit()
+    builders = {library: made for library, made, _ in libraries()}
+    for each in sorted(listed, key=lambda row: int(row["params"])):
+        named = each["model"] in again if again else options.only in each["model"]
+        if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
+            continue
+        if options.read:
+            print(
+                each["library"],
+                each["model"],
+                apart(builders[each["library"]][each["model"]], only_read, options.seconds),
             )
-            shown = "  ".join(f"{way} {rows[-1][way]}" for way in WAYS)
-            print(f"{library:12}{name:34}{shown}  {seconds} s", flush=True)
-            for way in WAYS:
-                if rows[-1].get(f"why_{way}"):
-                    print(f"    {way}: {rows[-1][f'why_{way}']}", flush=True)
-            if not options.only:
-                write([row for row in rows if "unfinished" not in row.values()])  # those are tried again next time
-    print(json.dumps(tally(rows)))
+            continue
+        row = run(each, builders[each["library"]][each["model"]], options.seconds, code)
+        if not options.only:
+            write([*(other for other in rows_of(FILE) if key(other) != key(row)), row])
 
 
 if __name__ == "__main__":

@@ -92,6 +92,20 @@ class Shuffles(nn.Module):
         return logits
 
 
+class Placed(nn.Module):
+    """Each pixel's column beside its features, spread over as many images as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(9, 16, 3, padding=1), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x).relu()
+        columns = torch.linspace(0, 1, y.shape[3]).expand(y.shape[0], 1, y.shape[2], y.shape[3])
+        out: Tensor = self.fc(self.two(torch.cat([y, columns], 1)).relu().mean((2, 3)))
+        return out
+
+
 class Reused(nn.Module):
     """One layer in two blocks, and tensors that are laid anew in memory."""
 
@@ -132,6 +146,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "what a width nest refuses": (Shuffles, ("one",)),
     "branches side by side": (SideBySide, (0.3, 0.6)),
     "a layer in two blocks": (Reused, ("stem", 0.6)),
+    "numbers spread over the batch": (Placed, (0.2,)),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import operator
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
         nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.Softplus: (2.0,), nn.CELU: (0.7,), nn.Hardtanh: (-0.5, 2.0),
         nn.Upsample: (None, 2), nn.UpsamplingNearest2d: (None, 3), nn.ZeroPad2d: ((1, 2, 0, 3),), nn.ConstantPad2d: (1, 0.5),
         nn.ReflectionPad2d: ((1, 2, 0, 3),), nn.ReplicationPad2d: (2,), nn.Softshrink: (0.7,),
+        nn.Threshold: (0.1, 0.5), nn.UpsamplingBilinear2d: (None, 2),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()
     x = torch.randn(2, 4, *[8] * (1 if "1d" in kind.__name__ else 2)) * 3
@@ -217,6 +219,34 @@ def test_graphs_ask_for_no_newer_onnx_than_their_operators(module: nn.Module, op
     assert [(each.domain, each.version) for each in model.opset_import] == [("", opset)] and model.ir_version == ir
     [found] = onnxruntime.InferenceSession(data).run(None, {"input": x.numpy()})
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.AvgPool2d(1, 2), nn.MaxPool2d(1, (2, 3)), nn.MaxPool2d(1, 2, ceil_mode=True), Call(Tensor.contiguous, 0, (None,), {}),
+        *(Call(operator.getitem, 0, (None, which), {}) for which in (
+            (slice(None), slice(None), slice(1, None), slice(None, -1)), (slice(None), slice(None), 0), (slice(None), -1, 2),
+            (slice(None), slice(None), slice(-3, None, 2)), (slice(None),), (slice(None), slice(None), slice(2, 5), 1),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_leaves_pixels_out_as_onnx_operators_behind_padding(module: nn.Module) -> None:
+    """ONNX Runtime joins padding with a pool behind it, and refuses a pool of one pixel that is padded."""
+    import onnxruntime
+
+    x, around = torch.randn(2, 4, 7, 8), nn.ZeroPad2d((1, 0, 1, 0))
+    expected = module(around(x))
+    ops = [
+        Op(Module(), "padded", ("input",), (4, 8, 9), module=around),
+        Op(Module(), "y", ("padded",), tuple(expected.shape[1:]), module=module),
+    ]
+    frozen = Frozen(1, tuple(ops), ("input",), (), "y")
+    assert not must_trace(frozen)
+    model = write_stage(frozen, {"input": (4, 7, 8), "y": tuple(expected.shape[1:])})
+    [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
+    np.testing.assert_array_equal(found, expected.numpy())
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:
@@ -365,10 +395,57 @@ def test_nothing_is_written_when_verification_fails(tmp_path: Path, monkeypatch:
     export_net(net, bare_spec(net), tmp_path / "stages", x)
     before = {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()}
     monkeypatch.setattr(verified, "TOLERANCE", 0.0)
+    monkeypatch.setattr(verified, "MOST", 0.0)
     with pytest.raises(NestlingError, match="differs from the network"):
         export_net(copy.deepcopy(net), bare_spec(net), tmp_path / "stages", x)
     assert {path.name: path.read_bytes() for path in (tmp_path / "stages").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["stages"]
+
+
+def engine_of(net: NestedNet) -> OnnxEngine:
+    stages = merge(fold(freeze(net)))
+    known = shapes(net, stages)
+    graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
+    return OnnxEngine(graphs, known, known[stages[0].head])
+
+
+def bias_of(net: NestedNet, head: int) -> nn.Parameter:
+    return next(p for name, p in net.named_parameters() if name.startswith(f"head{head}.") and name.endswith("bias"))
+
+
+def test_verification_allows_what_the_networks_own_arithmetic_is_off() -> None:
+    """Logits that are small differences of large numbers: no engine can have float32's digits of them."""
+    net, x = network("width-digits")
+    with torch.no_grad():
+        bias_of(net, 3).add_(1e4)
+        engine = engine_of(net)
+        bias_of(net, 3).add_(0.5)
+    with pytest.raises(NestlingError, match="stage 3 differs"):  # of numbers that are exact, half of one is much
+        verified.verify(engine, net, x)
+    torch.manual_seed(0)
+    last = nn.Linear(64, 4)
+    first = nn.Conv2d(1, 64, 3)
+    model = nn.Sequential(first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last).eval()
+    with torch.no_grad():
+        first.bias.add_(3e4)  # type: ignore[union-attr]
+        last.weight -= last.weight.mean(1, keepdim=True)
+        own, exact = model(x[:, :1]), copy.deepcopy(model).double()(x[:, :1].double())
+        net = nest(model, "w", (1, 8, 8))
+        engine = engine_of(net)
+    assert verified.distance(own.numpy(), exact.numpy()) > verified.TOLERANCE
+    assert verified.verify(engine, net, x[:, :1])["tolerance"] > verified.TOLERANCE
+    with torch.no_grad():
+        bias_of(net, 2).add_(0.5)
+    with pytest.raises(NestlingError, match="stage 2 differs"):
+        verified.verify(engine, net, x[:, :1])
+
+
+def test_verification_sees_what_is_no_number() -> None:
+    net, x = network("width-digits")
+    broken = copy.deepcopy(net)
+    bias_of(broken, 2).data[0] = float("nan")
+    with pytest.raises(NestlingError, match="stage 2 differs from the network by nan"):
+        verified.verify(engine_of(broken), net, x)
 
 
 def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:

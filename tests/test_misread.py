@@ -220,6 +220,7 @@ RIGHT: dict[str, Callable[[Does, Tensor], Tensor]] = {
     "dropout always": lambda m, y: F.dropout(y, 0.5, True),
     "dropout2d by default": lambda m, y: F.dropout2d(y, 0.5),
     "shapes decide": lambda m, y: F.avg_pool2d(y, 2) if y.shape[-1] > 4 and len(y.shape) == 4 else y,
+    "another word for a tensor": lambda m, y: torch.autograd.Variable(y) * 2,
     "sizes as numbers": lambda m, y: y.sum((2, 3), keepdim=True) / (y.size(2) * y.size(3)),
 }
 
@@ -393,10 +394,28 @@ def test_a_weight_computed_from_the_image_is_refused() -> None:
         one_stage(Does(dynamic))
 
 
+class Rounded(torch.autograd.Function):
+    """Its gradient is not that of what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_gradient_of_ones_own_is_not_lost_in_silence() -> None:
+    with pytest.raises(NestlingError, match=r"gradients of .* differ"):
+        nest(Does(lambda m, y: Rounded.apply(y)), "", shape=IMAGE)
+
+
 def test_code_that_cannot_be_watched_is_refused_as_such() -> None:
     for way in (one_stage, lambda module: nestling.exits(module, ("conv",), IMAGE)):
         with pytest.raises(NestlingError, match="code that cannot be watched"):
-            way(Does(lambda m, y: torch.autograd.Variable(y)))
+            way(Does(lambda m, y: Tensor._make_subclass(Tensor, y)))  # a kernel in C++ that wants a real tensor
+    assert "__new__" not in vars(torch.autograd.Variable), "torch is left as it was"
 
 
 class Named(nn.Module):

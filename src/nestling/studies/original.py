@@ -41,7 +41,10 @@ def at_hand(recipe: Recipe) -> bool:
 def teacher_of(recipe: Recipe) -> nn.Module:
     """A copy of a run's teacher, in evaluation."""
     name = recipe.train.teacher
-    made: nn.Module = copy.deepcopy(handed(name, "its teacher", "--teacher {0}")()) if ":" in name else last_stage(name)
+    with torch.enable_grad():  # a function of somebody's may train it first
+        made: nn.Module = (
+            copy.deepcopy(handed(name, "its teacher", "--teacher {0}")()) if ":" in name else last_stage(name)
+        )
     return made.eval()
 
 

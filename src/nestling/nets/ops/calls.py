@@ -31,6 +31,20 @@ def inplace_position(function: Function) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
+def mask(x: Tensor, function: Function, other: float) -> Tensor:
+    """Ones where a comparison holds, zeros elsewhere."""
+    made: Tensor = function(x, other)
+    return made.to(x.dtype)
+
+
+def largest(x: Tensor, dim: int, keepdim: bool) -> Tensor:
+    return x.max(dim, keepdim)[0]
+
+
+def smallest(x: Tensor, dim: int, keepdim: bool) -> Tensor:
+    return x.min(dim, keepdim)[0]
+
+
 class Call(nn.Module):
     """A function of one tensor, its other arguments fixed. `place` says which argument the tensor is."""
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.nets.ops.calls import Call, DropPath
+from nestling.nets.ops.calls import Call, DropPath, largest, mask, smallest
 
 GIVEN, LAST = "given", "last"  # what an operator may read: the module's own input, or what the operator before it gave
 
@@ -46,7 +46,19 @@ def sides(module: nn.Module, value: int | tuple[int, ...]) -> list[int]:
     return [value] * int(type(module).__name__[-2]) if isinstance(value, int) else list(value)
 
 
+def every(module: nn.Module, stride: int | tuple[int, ...]) -> Steps:
+    """Pooling single pixels leaves some out. As a pool, ONNX Runtime would join it with padding before it, and refuse that."""
+    steps = sides(module, stride)
+    axes = list(range(-len(steps), 0))
+    return one("Slice", [0] * len(steps), [FAR] * len(steps), axes, steps)
+
+
+FAR = 2**31 - 1  # behind the last pixel of any image
+
+
 def max_pool(module: nn.MaxPool1d | nn.MaxPool2d) -> Steps:
+    if set(sides(module, module.kernel_size)) == {1}:
+        return every(module, module.stride)
     attributes = {
         "kernel_shape": sides(module, module.kernel_size),
         "strides": sides(module, module.stride),
@@ -60,6 +72,8 @@ def max_pool(module: nn.MaxPool1d | nn.MaxPool2d) -> Steps:
 def average_pool(module: nn.AvgPool1d | nn.AvgPool2d) -> Steps | None:
     if getattr(module, "divisor_override", None) is not None:
         return None
+    if set(sides(module, module.kernel_size)) == {1}:
+        return every(module, module.stride)
     attributes = {
         "kernel_shape": sides(module, module.kernel_size),
         "strides": sides(module, module.stride),
@@ -145,6 +159,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Softshrink: lambda m: one("Shrink", lambd=float(m.lambd), bias=float(m.lambd)),
     nn.Hardshrink: lambda m: one("Shrink", lambd=float(m.lambd), bias=0.0),
     nn.Softsign: lambda m: one("Softsign"),
+    nn.Threshold: lambda m: [*one("Greater", m.threshold), OnnxStep("Where", {}, (LAST, GIVEN, constant(float(m.value))))],
     nn.Softmax: lambda m: softmax("Softmax", m.dim),
     nn.LogSoftmax: lambda m: softmax("LogSoftmax", m.dim),
     nn.Softmax2d: lambda m: one("Softmax", axis=-3),
@@ -153,6 +168,7 @@ FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.AdaptiveMaxPool1d: global_pool, nn.AdaptiveMaxPool2d: global_pool,
     nn.Upsample: lambda m: resize(m.size, m.scale_factor, m.mode, m.align_corners),
     nn.UpsamplingNearest2d: lambda m: resize(m.size, m.scale_factor),
+    nn.UpsamplingBilinear2d: lambda m: resize(m.size, m.scale_factor, "bilinear", True),
     nn.ZeroPad2d: lambda m: padding(m.padding, "constant", 0.0, 2),
     nn.ConstantPad2d: lambda m: padding(m.padding, "constant", m.value, 2),
     nn.ReflectionPad2d: lambda m: padding(m.padding, "reflect", None, 2),
@@ -169,11 +185,13 @@ TWINS: dict[Any, type[nn.Module]] = {
     F.relu6: nn.ReLU6, F.silu: nn.SiLU, F.hardtanh: nn.Hardtanh, F.softplus: nn.Softplus, F.celu: nn.CELU, torch.celu: nn.CELU,
     F.logsigmoid: nn.LogSigmoid, F.tanhshrink: nn.Tanhshrink, F.softshrink: nn.Softshrink, F.hardshrink: nn.Hardshrink,
     torch.selu: nn.SELU, F.max_pool1d: nn.MaxPool1d, F.avg_pool1d: nn.AvgPool1d, F.softmax: nn.Softmax,
-    F.log_softmax: nn.LogSoftmax,
+    F.log_softmax: nn.LogSoftmax, F.threshold: nn.Threshold,
 }  # fmt: skip
+TWINS |= {Tensor.contiguous: nn.Identity}
 TWINS |= {getattr(Tensor, name): kind for name, kind in (("relu", nn.ReLU), ("sigmoid", nn.Sigmoid), ("tanh", nn.Tanh))}
 PLAIN = {"abs": "Abs", "exp": "Exp", "log": "Log", "sqrt": "Sqrt", "neg": "Neg", "reciprocal": "Reciprocal", "erf": "Erf",
-         "sin": "Sin", "cos": "Cos", "floor": "Floor", "ceil": "Ceil"}  # fmt: skip
+         "sin": "Sin", "cos": "Cos", "floor": "Floor", "ceil": "Ceil", "sign": "Sign", "round": "Round", "atan": "Atan",
+         "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "detach": "Identity"}  # fmt: skip
 OPERATORS: dict[Any, str] = {
     getattr(room, name): kind
     for name, kind in PLAIN.items()
@@ -185,6 +203,19 @@ ARITHMETIC: dict[Any, str] = {
     for name, kind in {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div", "div": "Div", "pow": "Pow"}.items()
     for room in (operator, torch, Tensor)
     if hasattr(room, name)
+}
+COMPARED: dict[Any, list[str]] = {
+    getattr(room, name): kinds
+    for name, kinds in {
+        "gt": ["Greater"], "ge": ["GreaterOrEqual"], "lt": ["Less"], "le": ["LessOrEqual"], "eq": ["Equal"],
+        "ne": ["Equal", "Not"],
+    }.items()
+    for room in (operator, torch)
+}  # fmt: skip
+FLOAT = 1  # ONNX's number for it
+POWERS: dict[Any, Steps] = {
+    torch.square: [OnnxStep("Mul", {}, (GIVEN, GIVEN))],
+    torch.rsqrt: [*one("Sqrt"), *one("Reciprocal")],
 }
 CLAMPS = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
@@ -210,6 +241,16 @@ def call(made: Call) -> Steps | None:
         return None if rest or options else one(OPERATORS[made.function])
     if made.function in CLAMPS:
         return clamp(*rest, **options)
+    if made.function in POWERS:
+        return None if rest or options else POWERS[made.function]
+    if made.function is operator.getitem:
+        return picked(*rest)
+    if made.function is mask:
+        first, *others = COMPARED[rest[0]]
+        return [*one(first, float(rest[1])), *(step for kind in others for step in one(kind)), *one("Cast", to=FLOAT)]
+    if made.function in (largest, smallest):
+        kind = "ReduceMax" if made.function is largest else "ReduceMin"
+        return one(kind, [rest[0]], keepdims=int(rest[1]))
     if made.function is F.interpolate:
         return resize(*rest, **options)
     if made.function is F.pad:
@@ -240,6 +281,23 @@ def clamp(min: Any = None, max: Any = None) -> Steps | None:
 def pad(pad: Any, mode: str = "constant", value: float | None = None) -> Steps | None:
     whole = isinstance(pad, tuple | list) and all(type(side) is int for side in pad)
     return padding(tuple(pad), mode, value, 2) if whole else None
+
+
+def picked(which: Any) -> Steps | None:
+    """Slices and single places of a tensor."""
+    parts = list(enumerate(which)) if isinstance(which, tuple) else []
+    slices = [(d, part) for d, part in parts if isinstance(part, slice) and part != slice(None)]
+    places = [(d, part) for d, part in reversed(parts) if type(part) is int]
+    if len(slices) + len(places) + sum(part == slice(None) for _, part in parts) != len(parts) or not parts:
+        return None
+    if any(part.step is not None and part.step < 1 for _, part in slices):
+        return None
+    edges = [[part.start or 0, FAR if part.stop is None else part.stop, part.step or 1] for _, part in slices]
+    starts, stops, steps = (list(each) for each in zip(*edges, strict=True)) if edges else ([], [], [])
+    made = one("Slice", starts, stops, [d for d, _ in slices], steps) if slices else []
+    for d, place in places:
+        made += [*one("Gather", [place], axis=d), *one("Squeeze", [d])]
+    return made or one("Identity")
 
 
 def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:

@@ -23,7 +23,9 @@ FUNCTIONS = {
     "div": ("div", "Div"),
     "max": ("maximum", "Max"),
     "min": ("minimum", "Min"),
+    "where": ("where", "Where"),  # a mask of ones and zeros, this, and that
 }
+BOOL = 9  # ONNX's number for it
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,19 @@ class Zip(Operation):
 
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         function, total = getattr(lazy.torch, FUNCTIONS[self.function][0]), reads[0]
+        if self.function == "where":
+            chosen: Tensor = function(total > 0.5, *reads[1:])
+            return chosen
         for read in reads[1:]:
             total = function(total, read)
         return total
 
     def write(self, graph: OnnxWriter, op: Op) -> None:
         total = op.reads[0]
+        if self.function == "where":
+            true = graph.add("Cast", [total], f"{op.out}.true", {"to": BOOL})
+            graph.add("Where", [true, *op.reads[1:]], op.out)
+            return
         for index, read in enumerate(op.reads[1:], start=1):
             last = index == len(op.reads) - 1
             out = op.out if last else f"{op.out}.{index}"

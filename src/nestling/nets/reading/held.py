@@ -46,6 +46,8 @@ def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, s
 def is_shaping(page: Page, node: fx.Node) -> bool:
     """Whether an operation leaves all numbers of a constant as they are."""
     base = METHODS.get(node.target, node.target)
+    if page.values[node].dtype != page.values[node.all_input_nodes[0]].dtype:
+        return False
     whole = base is not operator.getitem or page.values[node].numel() == page.values[node.all_input_nodes[0]].numel()
     return base in SHAPING and whole
 

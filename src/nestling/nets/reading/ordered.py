@@ -89,7 +89,7 @@ class Streams:
 
     def enter(self, node: Node) -> None:
         read = self.nodes[node.reads[0]]
-        if isinstance(node.op, EACH) and not node.op.grouped:
+        if (isinstance(node.op, EACH) and not node.op.grouped) or self.is_same(node):
             reads = [self.nodes[name] for name in node.reads]
             alike = [each.name for each in reads if each.channels == node.channels]
             for name in alike:
@@ -104,13 +104,19 @@ class Streams:
             self.join(node.shares, node.name)
             self.join(self.nodes[node.shares].reads[0], read.name)
 
+    def is_same(self, node: Node) -> bool:
+        """Whether it puts nothing together: the only pixel of each channel, or a single tensor."""
+        single = isinstance(node.op, Cat | Flatten) and len(node.reads) == 1
+        return single and node.channels == self.nodes[node.reads[0]].channels
+
     def settle(self) -> None:
         """What is put together of others has their order; where that meets another order, all of them stay as they are."""
         for node in self.nodes.values():
-            if isinstance(node.op, Cat | Flatten):
+            if isinstance(node.op, Cat | Flatten) and not self.is_same(node):
                 mine = self.stream(node.name)
                 rivals = [other for other in self.nodes.values() if self.stream(other.name) == mine]
-                makers = [other for other in rivals if not isinstance(other.op, EACH) and not depthwise(other)]
+                kept = [each for each in rivals if isinstance(each.op, EACH) or depthwise(each) or self.is_same(each)]
+                makers = [other for other in rivals if other not in kept]
                 if len(makers) > 1:
                     self.fixed |= {mine}
                 self.made_of[mine] = node

@@ -62,9 +62,10 @@ class Parted(Attend):
             return None
         return [self.made(node, layout.picked(dim, place))[1] for place in range(layout.shape[dim])]
 
-    def reduced_parts(self, node: fx.Node, function: Callable[..., Any], dim: int, keepdim: bool) -> bool:
+    def reduced_parts(
+        self, node: fx.Node, function: Callable[..., Any], dim: int, keepdim: bool, source: fx.Node
+    ) -> bool:
         """A sum, a mean, the largest or the smallest of parts; False if that is not what it is."""
-        source = node.all_input_nodes[0]
         parts = self.apart_along(node, self.layout_of(node, source), dim) if function in OVER_PARTS else None
         if parts is None:
             return False

@@ -29,7 +29,7 @@ from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
 from nestling.nets.reading.layout import Arrangement
-from nestling.nets.reading.placing import Placing
+from nestling.nets.reading.picked import Picking
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import UNPLAIN
@@ -37,7 +37,7 @@ from nestling.nets.reading.trace import BATCHES
 from nestling.nets.reading.watcher import path_of
 
 
-class Pen(Placing):
+class Pen(Picking):
     """Enters one operation after another on the page."""
 
     def map(self, node: fx.Node, layer: nn.Module) -> None:
@@ -112,10 +112,11 @@ class Pen(Placing):
         self.map(node, Call.of(node, function))
 
     def zip(self, node: fx.Node, function: str) -> None:
-        if node.kwargs or len(node.args) > 2:
+        alpha = node.kwargs.get("alpha", 1) if function in ("add", "sub") else 1
+        if set(node.kwargs) - {"alpha"} or len(node.args) > 2 or self.values[node].dtype is torch.bool:
             self.refuse(node, f"its further arguments {node.args[2:]} {node.kwargs} are not supported")
         tensors = [a for a in node.args[:2] if isinstance(a, fx.Node)]
-        if any(tensor in self.layouts for tensor in tensors):
+        if any(tensor in self.layouts for tensor in tensors) and alpha == 1:
             self.zip_everywhere(node, function, tensors)
             return
         reads = (self.read_of(node, 0), self.read_of(node, 0 if node.args[0] is node.args[1] else 1))
@@ -124,6 +125,11 @@ class Pen(Placing):
         apart = one.dim() != other.dim() or len(widths - {1}) > 1 or len(axes) > 1
         if apart or max(widths) != self.shape(node)[max(axes)]:
             self.refuse(node, f"it combines tensors of shapes {tuple(one.shape[1:])} and {tuple(other.shape[1:])}")
+        if alpha != 1:
+            reads = (
+                reads[0],
+                self.before(self.inside(node, "scaled"), reads[1], Call(torch.mul, 0, (None, alpha), {})),
+            )
         self.enter(node, Zip(function, axis=axes.pop()), reads)
 
     def scale(self, node: fx.Node, function: str) -> None:
@@ -263,14 +269,6 @@ class Pen(Placing):
             )
         self.add(node, Node(name, op, (read,), (0,) * before.channels, op.size([before])))
 
-    def before(self, name: str, read: str, module: nn.Module) -> str:
-        """A module between a layer and what it reads."""
-        node = self.sketch.nodes[read]
-        axis, shape = node.op.axis, module(torch.empty(1, *node.shape(node.channels), device="meta")).shape
-        made = Node(self.fresh(name), Module(axis=axis), (read,), node.births, (*shape[1:axis], *shape[axis + 1 :]))
-        self.sketch.layers[made.name] = module
-        return self.put(made)
-
     def functional(self, node: fx.Node, kind: type[WeightedOp]) -> None:
         """A function on parameters of the module, as the layer it stands for; a bias that is computed is added behind it."""
         given = self.given(node, "input", "weight", "bias", *kind.words)
@@ -318,7 +316,7 @@ class Pen(Placing):
         only = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
         if source in self.layouts and type(only) is int and not {*given} - {"input", "dim", "keepdim"}:
             at = only % self.values[source].dim()
-            if self.reduced_parts(node, function, at, bool(given.get("keepdim"))):
+            if self.reduced_parts(node, function, at, bool(given.get("keepdim")), source):
                 return
         rank, axis = self.values[source].dim(), self.axis(self.read_of(node))
         listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
@@ -329,17 +327,6 @@ class Pen(Placing):
             self.pointwise(node, function)
         else:
             self.reduced(node, function, over, {k: v for k, v in given.items() if k not in ("input", "dim")})
-
-    def glu(self, node: fx.Node, dim: int) -> None:
-        """The first half of the channels, gated by the second."""
-        read = self.read_of(node)
-        axis = self.axis(read)
-        if dim % self.values[node].dim() != axis:
-            self.refuse(node, f"it halves dimension {dim}; only channels (here dimension {axis}) are halved")
-        half = self.channels(read) // 2
-        one, other = self.take(node, read, tuple(range(half))), self.take(node, read, tuple(range(half, 2 * half)))
-        gate = self.before(f"{other}_gate", other, Call(torch.sigmoid, 0, (None,), {}))
-        self.enter(node, Zip("mul", axis=axis), (one, gate))
 
     def pad(self, node: fx.Node) -> None:
         """Zeros around each image, or further channels of zeros."""

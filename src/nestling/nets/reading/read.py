@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.ops import Input
-from nestling.nets.ops.calls import DROP_PATHS, DropPath
+from nestling.nets.ops.calls import DROP_PATHS, Call, DropPath
 from nestling.nets.plan import Node
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
@@ -24,10 +24,13 @@ from nestling.nets.reading.trace import BATCHES, Shape, Trace, trace
 from nestling.nets.reading.vocabulary import (
     BINARY,
     CHANNELWISE,
+    COMPARISONS,
     DROPOUTS,
+    EXTREMES,
     JOINS,
     LAYERS,
     METHODS,
+    MIXES,
     MIXING,
     ON_WEIGHTS,
     POINTWISE,
@@ -38,8 +41,12 @@ from nestling.nets.reading.vocabulary import (
     SPLITS,
     SYNONYMS,
 )
-from nestling.nets.reading.watcher import place, shapes
+from nestling.nets.reading.watcher import place, shapes, tensors_of
 
+PICKS: dict[Any, str] = {  # operations that Picking has a method for
+    operator.getitem: "getitem", torch.index_select: "index_select", torch.narrow: "narrow", torch.flip: "flip",
+    "repeat": "repeat", torch.repeat_interleave: "repeat_interleave", torch.movedim: "movedim", torch.where: "where",
+}  # fmt: skip
 UNKNOWN = "it is not known to work channel by channel"
 
 
@@ -116,6 +123,9 @@ class Reader(Pen):
 
     def check_batch(self, node: fx.Node) -> None:
         """What a plan has as it is must have the images first, each by itself."""
+        kind = next((t.dtype for t in tensors_of(self.values[node]) if not t.is_floating_point()), None)
+        if kind is not None and node not in self.masks:
+            self.refuse(node, f"it makes numbers of the type {kind}; nest one type of number")
         if not self.trace.is_batch(node):
             larger = self.trace.others[1].values[self.trace.twins[node][1]]
             self.refuse(
@@ -128,9 +138,10 @@ class Reader(Pen):
         """Channel by channel if that is known to be right, else as it was recorded."""
         sketch, before = self.sketch, (dict(self.sketch.nodes), dict(self.sketch.layers), dict(self.weights_of))
         try:
-            if node.target == "contiguous":
-                self.refuse(node, "how a tensor lies in memory decides how it is computed, to the last bit")
-            self.enter_node(node)
+            if node.target == "contiguous":  # how a tensor lies in memory decides how it is computed, to the last bit
+                self.map(node, Call(Tensor.contiguous, 0, (None,), {}))
+            else:
+                self.enter_node(node)
         except NestlingError:
             sketch.nodes, sketch.layers, self.weights_of = before
             self.names.pop(node, None)
@@ -146,6 +157,10 @@ class Reader(Pen):
             self.enter_module(node, self.module.get_submodule(str(node.target)))
         elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif node.args and node.args[0] in self.extremes:
+            if (node.target, *node.args[1:]) not in ((operator.getitem, 0), (getattr, "values")):
+                self.refuse(node, "it asks where the largest stand, not only how large they are")
+            self.extreme(node, node.args[0])  # type: ignore[arg-type]
         elif node.target is operator.getitem and node.args[0] in self.parts:
             self.part(node, node.args[0], node.args[1])  # type: ignore[arg-type]
         else:
@@ -198,6 +213,10 @@ class Reader(Pen):
         if base in BINARY and len([a for a in node.args[:2] if isinstance(a, fx.Node) and self.is_tensor(a)]) == 2:
             computed = all(a in self.names or a in self.layouts for a in node.all_input_nodes)
             self.zip(node, BINARY[base]) if computed else self.scale(node, BINARY[base])
+        elif base in EXTREMES:
+            self.larger(node, base)
+        elif base in COMPARISONS and not self.whole:
+            self.compared(node, base)
         elif base in BINARY or base in POINTWISE:
             self.pointwise(node, base)
         elif base in REDUCTIONS:
@@ -249,7 +268,16 @@ class Reader(Pen):
             self.addcmul(node)
         elif base is torch.zeros_like:
             self.zeros(node)
-        elif base is operator.getitem:
-            self.getitem(node)
+        elif base in PICKS:
+            getattr(self, PICKS[base])(node)
         else:
             self.refuse(node, REASONS.get(base, UNKNOWN))
+
+    def larger(self, node: fx.Node, base: Any) -> None:
+        """The larger of two tensors, or the largest along a dimension, which comes with its places."""
+        if self.is_tensor(node) and len(node.all_input_nodes) == 2:
+            self.zip(node, BINARY[EXTREMES[base]])
+        elif self.is_tensor(node) or self.whole:
+            self.refuse(node, MIXES)
+        else:
+            self.extremes[node] = base

@@ -183,7 +183,7 @@ class Recorder:
             if isinstance(held, nn.Parameter):
                 self.piece.register_parameter(name, held)
             else:
-                self.piece.register_buffer(name, held)
+                self.piece.register_buffer(name, held.contiguous())  # one that was spread cannot be loaded into
         return Held(name)
 
     def hold_layer(self, path: str) -> str:

@@ -55,6 +55,10 @@ class Page:
         self.parts: dict[
             fx.Node, tuple[tuple[int, Any], ...]
         ] = {}  # of what is split: along which dimension, and where
+        self.masks: set[fx.Node] = set()  # truths, which a plan has as ones and zeros
+        self.extremes: dict[
+            fx.Node, Any
+        ] = {}  # the largest with their places: torch.max or torch.min along one dimension
         self.holders: dict[fx.Node, str] = {}  # the module whose weights a function uses
         self.weights_of: dict[int, str] = {}  # parameter -> the node that used it first
 

@@ -91,7 +91,8 @@ class Mover(Page):
         """Flattening, and what changes the shape of each channel only; else what is moved is followed."""
         source = node.all_input_nodes[0]
         shape = self.shape(node)
-        if self.values[node].dtype != self.values[source].dtype:
+        kind = self.values[self.trace.record.image].dtype if source in self.masks else self.values[source].dtype
+        if self.values[node].dtype != kind:
             self.refuse(
                 node, f"it turns {self.values[source].dtype} into {self.values[node].dtype}; nest one type of number"
             )

@@ -39,7 +39,11 @@ ON_WEIGHTS: dict[Any, type[WeightedOp]] = {
 POINTWISE: set[Function] = {
     F.relu, torch.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
     F.hardtanh, F.softplus, F.softsign, F.logsigmoid, F.threshold, torch.sigmoid, F.sigmoid, torch.tanh, F.tanh,
-    torch.clamp, torch.abs, torch.exp, torch.sqrt, torch.square, torch.neg, operator.neg, torch.pow, operator.pow,
+    torch.clamp, torch.clamp_min, torch.clamp_max, torch.abs, torch.exp, torch.exp2, torch.expm1, torch.log, torch.log2,
+    torch.log10, torch.log1p, torch.erf, torch.erfc, torch.sin, torch.cos, torch.atan, torch.sinh, torch.cosh, torch.asinh,
+    torch.rsqrt, torch.reciprocal, torch.sign, torch.floor, torch.ceil, torch.round, torch.trunc, torch.nan_to_num,
+    torch.detach, torch.ones_like, torch.full_like, F.tanhshrink, F.softshrink, F.hardshrink, torch.sqrt,
+    torch.square, torch.neg, operator.neg, torch.pow, operator.pow,
     F.max_pool2d, F.avg_pool2d, F.lp_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate,
 }  # fmt: skip
 BINARY: dict[Function, str] = {  # of two tensors, or of a tensor and a number
@@ -50,12 +54,23 @@ IN_PLACE: dict[Function, Function] = {
     operator.iadd: torch.add, operator.isub: torch.sub, operator.imul: torch.mul, operator.itruediv: torch.div,
     torch.relu_: torch.relu, torch.sigmoid_: torch.sigmoid, torch.tanh_: torch.tanh, torch.clamp_: torch.clamp,
 }  # fmt: skip
-SYNONYMS: dict[Function, Function] = {torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose, **IN_PLACE}
+SYNONYMS: dict[Function, Function] = {
+    torch.swapaxes: torch.transpose, torch.swapdims: torch.transpose, torch.moveaxis: torch.movedim, torch.clip: torch.clamp,
+    torch.absolute: torch.abs, torch.negative: torch.neg, torch.multiply: torch.mul, torch.subtract: torch.sub,
+    torch.divide: torch.div, torch.true_divide: torch.div, torch.narrow_copy: torch.narrow, operator.abs: torch.abs, **IN_PLACE
+}  # fmt: skip
 REDUCTIONS: set[Function] = {torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var}
+EXTREMES: dict[Function, Function] = {
+    torch.max: torch.maximum,
+    torch.min: torch.minimum,
+}  # of two tensors, or along one
+COMPARISONS: set[Function] = {
+    getattr(place, word) for place in (torch, operator) for word in ("gt", "ge", "lt", "le", "eq", "ne")
+}
 RESHAPES: set[Function] = {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.unflatten}
 SHAPING: set[Any] = {*RESHAPES, operator.getitem, "expand", "expand_as"}  # what leaves the numbers of a constant alone
 JOINS: set[Function] = {torch.cat, torch.concat, torch.concatenate}
-SPLITS: set[Function] = {torch.chunk, torch.split}
+SPLITS: set[Function] = {torch.chunk, torch.split, torch.tensor_split}
 DROPOUTS: dict[Function, type[nn.Module]] = {
     F.dropout: nn.Dropout, torch.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d, F.alpha_dropout: nn.AlphaDropout
 }  # fmt: skip
@@ -75,7 +90,17 @@ METHODS: dict[Any, Function] = {
     "matmul": torch.matmul,
     "roll": torch.roll, "addcmul": torch.addcmul, "type": torch.reshape,
     "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
-    "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,
+    "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape, "to": torch.reshape,
+    "moveaxis": torch.movedim, "clip": torch.clamp,
+}  # fmt: skip
+METHODS |= {
+    word: getattr(torch, word)
+    for word in (
+        "clamp_min", "clamp_max", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "sin", "cos", "atan", "sinh",
+        "cosh", "asinh", "rsqrt", "reciprocal", "sign", "floor", "ceil", "round", "trunc", "nan_to_num", "detach", "max", "min",
+        "gt", "ge", "lt", "le", "eq", "ne", "where", "tensor_split", "movedim", "narrow", "index_select", "flip", "maximum",
+        "minimum", "repeat_interleave",
+    )
 }  # fmt: skip
 
 # Allowed after the classifier, where all channels are born together; refused before it.
@@ -93,7 +118,7 @@ OTHERS = f"of convolutions only {', '.join(CONVOLUTIONS)} {'are' if len(CONVOLUT
 REASONS: dict[Any, str] = {
     **dict.fromkeys((nn.LocalResponseNorm, F.local_response_norm), ACROSS),
     **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, F.pixel_shuffle, torch.permute), MOVES),
-    **dict.fromkeys((torch.transpose, torch.flip, torch.roll, F.channel_shuffle), MOVES),
+    **dict.fromkeys((torch.transpose, torch.roll, F.channel_shuffle), MOVES),
     **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
     **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),

@@ -5,12 +5,14 @@ a tensor for its shape is told; whoever asks for its numbers is refused.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.autograd import Variable
 
 from nestling.errors import NestlingError
 from nestling.nets.ops.calls import DROP_PATHS, spelled
@@ -60,6 +62,10 @@ class Watcher(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val if self.running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with plain_variables():
+            return super().trace(root, concrete_args)
 
     def proxy(self, node: fx.Node) -> Seen:
         return Seen(node, self)
@@ -145,6 +151,19 @@ class Watcher(fx.Tracer):
         return (obj[i] for i in range(len(obj)))  # type: ignore[index]
 
 
+@contextmanager
+def plain_variables() -> Iterator[None]:
+    """Variable(x) of old code, which torch keeps as another word for x, is x while x is watched."""
+    kept = Variable.__new__
+    Variable.__new__ = lambda cls, data, *rest, **more: (  # type: ignore[method-assign, assignment]
+        data if isinstance(data, Seen) else kept(cls, data, *rest, **more)
+    )
+    try:
+        yield
+    finally:
+        del Variable.__new__  # torch's own is that of its parent
+
+
 def reason(error: Exception, image: Tensor) -> str:
     """Why a module could not be run on images without data."""
     words = str(error).rstrip(".")
@@ -152,7 +171,7 @@ def reason(error: Exception, image: Tensor) -> str:
         return "it takes numbers out of a tensor while running (.item(), float(), numpy), which may differ from image to image"
     if Seen.__name__ in words:  # torch's own checks for tensors name the type that they met instead
         return (
-            "it hands tensors to code that cannot be watched, such as an autograd.Function of its own, Variable() or a kernel in "
+            "it hands tensors to code that cannot be watched, such as an autograd.Function of its own or a kernel in "
             f"C++ ({type(error).__name__}). Write that part in operations of torch"
         )
     return f"it does not run on images of shape {tuple(image.shape[1:])} ({type(error).__name__}: {words})"
