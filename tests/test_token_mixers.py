@@ -278,6 +278,72 @@ class Masked(Heads):
         return masked_looks(q, k)
 
 
+class TokenAlone(Heads):
+    """A token of the module's own that looks at all others, and is what the answer is added to (CaiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.norm = nn.Parameter(torch.randn(1, 1, 16)), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(x.shape[0], -1, -1)
+        u = torch.cat((token, x), dim=1)
+        token = token + super().forward(self.norm(u))[:, :1]
+        return torch.cat((token, x), dim=1)
+
+
+class Rotated(Heads):
+    """Queries and keys turned by angles of their tokens, all but the first; halves of a head, or every other channel."""
+
+    angles: Tensor
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        self.half = half
+        self.register_buffer("angles", torch.rand(15, 4))
+
+    def turned(self, x: Tensor) -> Tensor:
+        first, rest = x[:, :, :1], x[:, :, 1:]
+        if self.half:
+            one, other = rest.chunk(2, -1)
+            across = torch.cat([-other, one], -1)
+        else:
+            across = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+        return torch.cat([first, rest * self.angles.cos() + across * self.angles.sin()], dim=2)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().looks(self.turned(q), self.turned(k))
+
+
+class LargestQueries(Heads):
+    """Queries of fewer tokens: the largest of every four, in two windows (Hiera)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        q, k, v = self.qkv(x).reshape(n, 8, 2, 3, 4, 4).permute(3, 0, 4, 2, 1, 5).unbind(0)
+        q = q.view(n, 4, 2, 4, 2, 4).amax(dim=3)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 3).reshape(n, 4, 16))
+
+
+class PooledWindows(Heads):
+    """Windows beside the images of the batch, pooled there (SAM 2); one query of all images' own for every window (GCViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.all = nn.MaxPool2d(2), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        windows = x.view(n, 2, 2, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(-1, 2, 2, 16)
+        small = self.pool(windows.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        q, k, v = self.parts(windows.reshape(-1, 4, 16))
+        asked = self.all(x[:, :4]).repeat_interleave(4, dim=0).reshape(4 * n, 4, 4, 4).permute(0, 2, 1, 3)
+        y = (self.looks(asked + q, k) @ v).transpose(1, 2).reshape(-1, 2, 2, 16)
+        y = self.proj(y + small)
+        return y.view(n, 2, 2, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(n, 16, 16)
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -325,6 +391,11 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "products spelled by letters": lambda: Tokens(ByLetters()),
     "values before looks": lambda: Tokens(ValuesFirst()),
     "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
+    "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
+    "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
+    "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),
+    "the largest of some queries": lambda: Tokens(LargestQueries(), residual=False),
+    "windows pooled, one query for all of them": lambda: Tokens(PooledWindows()),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from nestling.nets.ops import Computed, Covariance, Headwise, Linear, Mingle, Module, Scores, Select, Weigh
+from nestling.nets.ops.calls import Windows
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
 from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of, size_of
@@ -85,12 +86,6 @@ class Attend(Mover):
 
     def is_known(self, source: Any) -> bool:
         return source in self.layouts or isinstance(self.names.get(source), str)
-
-    def layouts_or_name(self, node: fx.Node, layout: Arrangement) -> None:
-        if layout.is_plain and tuple(self.values[node].shape) == layout.shape:
-            self.names[node] = self.made(node, layout)[0]
-        else:
-            self.layouts[node] = layout
 
     def scores(self, node: fx.Node, q: Arrangement, k: Arrangement, scale: float) -> Arrangement:
         """Both as (.., tokens, channels of a head); gives (.., tokens, tokens)."""
@@ -249,6 +244,27 @@ class Attend(Mover):
         layout = self.made(node, layout.with_side(dim), "first")[1]
         before = sum(any(f.kind == "pixel" for f in each) for each in layout.dims[:dim])
         return self.pixelwise(node, layout, make(2 + before), word).bare
+
+    def windowed(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> bool:
+        """Pooling and the like of windows that stand beside the images of the batch; False where that is not what they do."""
+        layout = self.layout_of(node, source)
+        images = len(layout.dims) == 4 and layout.channel_dims == [1] and layout.holds(1, "channel")
+        kinds = {factor.kind for factor in layout.dims[0]}
+        if self.whole or not images or kinds != {"batch", "pixel"}:
+            return False
+        for dim in (2, 3):
+            layout = layout.with_side(dim)
+        read, made = self.made(node, layout, "first")
+        before, size = self.sketch.nodes[read], self.shape(node)[2:]
+        if len(before.size) != 3 or self.shape(node)[:2] != self.shape(source)[:2]:
+            return False
+        name = self.name(node)
+        self.sketch.layers[name] = Windows(layer, before.size[0])
+        self.put(Node(name, Module(), (read,), before.births, (before.size[0], *size)))
+        sides = tuple((Factor("pixel", side),) if side > 1 else () for side in size)
+        base, dims = (*made.base[:3], *sides), (*made.dims[:2], *sides)
+        self.layouts_or_name(node, replace(made, name=name, base=base, dims=dims))
+        return True
 
     def pixelwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement:
         """A module over what each channel of a node is, which keeps its shape."""

@@ -56,6 +56,8 @@ class Pen(Placing):
 
     def map_everywhere(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> None:
         """A function of each number by itself, wherever channels and pixels stand."""
+        if is_spatial(layer) and self.windowed(node, source, layer):
+            return
         if is_spatial(layer) or isinstance(layer, DropPath) or self.shape(node) != self.shape(source):
             self.refuse(node, UNPLAIN.format(self.shape(source)))
         layout, name = self.chosen(node, source), self.name(node)
@@ -131,6 +133,10 @@ class Pen(Placing):
         births; whatever else is computed from its parameters and buffers stays whole."""
         one, other = (a for a in node.args[:2] if isinstance(a, fx.Node))
         tensor, constant = (one, other) if self.is_known(one) else (other, one)
+        if constant in self.tokens_in and not self.whole:
+            self.token(node, constant)
+            self.zip(node, function)
+            return
         if not self.is_known(tensor) or node.kwargs or len(node.args) > 2:
             self.refuse(
                 node, "it combines what was computed from the image with a constant in a way that is not nested"
@@ -320,7 +326,12 @@ class Pen(Placing):
             at = only % self.values[source].dim()
             if self.reduced_parts(node, function, at, bool(given.get("keepdim"))):
                 return
-        rank, axis = self.values[source].dim(), self.axis(self.read_of(node))
+        rank = self.values[source].dim()
+        if source in self.layouts and dims is not None and not {*given} - {"input", "dim", "keepdim"}:
+            over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
+            if self.reduced_everywhere(node, function, over, bool(given.get("keepdim"))):
+                return
+        axis = self.axis(self.read_of(node))
         listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
         over = sorted(d % rank for d in listed)
         if {*over} & {0, axis}:

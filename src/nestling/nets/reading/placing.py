@@ -4,6 +4,8 @@ In: an operation of torch.fx and the page it belongs on. Out: nodes and layers e
 why this one cannot be nested.
 """
 
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from nestling.nets.ops import Cat, Join, Module, Tokens
 from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import constant_of, own
+from nestling.nets.reading.layout import Arrangement, Factor, sides_of
 from nestling.nets.reading.parted import Parted
 from nestling.nets.reading.sketch import STRANGE, UNPLAIN
 from nestling.nets.reading.vocabulary import BINARY, METHODS
@@ -34,6 +37,9 @@ class Placing(Parted):
         axes = {self.axis(str(self.names[t])) for t in computed}
         if strange and at == 1 and axes == {2} and computed == [tensors[-1]] and not self.whole:
             self.tokens(node, list(tensors))
+            return
+        if strange and at and not self.whole and all(self.is_known(t) for t in tensors):
+            self.join_everywhere(node, [self.layout_of(node, t) for t in tensors], at)
             return
         if strange:
             self.refuse(
@@ -62,9 +68,36 @@ class Placing(Parted):
             reads.append(self.another(node, name, name if name in reads else ""))
         self.enter(node, Join(at - 1 if at < axis else at - 2, axis=axis), tuple(reads))
 
+    def join_everywhere(self, node: fx.Node, layouts: list[Arrangement], at: int) -> None:
+        """The same where heads or windows have dimensions of their own: of pixels, or of parts of each head's channels."""
+        if all(layout.holds(at, "channel") and layout.shape == layouts[0].shape for layout in layouts):
+            whole = self.gathered(node, [self.made(node, layout)[1] for layout in layouts], at)
+            both = (*whole.dims[at], *whole.dims[at + 1])
+            self.layouts_or_name(node, replace(whole, dims=(*whole.dims[:at], both, *whole.dims[at + 2 :])))
+            return
+        if not all(layout.holds(at, "pixel") for layout in layouts):
+            self.refuse(node, UNPLAIN.format(layouts[0].shape))
+        made = [self.made(node, layout.with_side(at), "first")[1] for layout in layouts]
+        first, names = made[0], list[str]()
+        for each in made:
+            alike = all(
+                sides_of(a) == sides_of(b)
+                for d, (a, b) in enumerate(zip(first.dims, each.dims, strict=True))
+                if d != at
+            )
+            if not alike or len(each.base) != len(first.base):
+                self.refuse(node, f"it joins tensors whose channels stand differently: {first.shape}, {each.shape}")
+            names.append(self.another(node, each.name, each.name if each.name in names else ""))
+        place = first.base.index(first.dims[at])
+        name = self.enter_as(self.inside(node, "joined"), Join(place - 2), tuple(names))
+        side = (Factor("pixel", sum(each.shape[at] for each in made)),)
+        base, dims = ((*all_[:d], side, *all_[d + 1 :]) for all_, d in ((first.base, place), (first.dims, at)))
+        self.layouts_or_name(node, replace(first, name=name, base=base, dims=dims))
+
     def tokens(self, node: fx.Node, tensors: list[fx.Node]) -> None:
         """Tokens of the module's own before those that were computed."""
-        read = str(self.names[tensors[-1]])
+        read, start = str(self.names[tensors[-1]]), sum(self.values[t].shape[1] for t in tensors[:-1])
+        placed: dict[fx.Node, slice] = {}
         for constant in reversed(tensors[:-1]):
             found = constant_of(self, node, constant)
             if found is None:
@@ -85,7 +118,17 @@ class Placing(Parted):
                 self.refuse(node, "the same tokens are put in several places")
             before = self.sketch.nodes[read]
             read = self.put(Node(name, op, (read,), (0,) * before.channels, op.size([before])))
+            placed[constant], start = slice(start - count, start), start - count
         self.names[node] = read
+        self.tokens_in.update({constant: (read, where) for constant, where in placed.items()})
+
+    def token(self, node: fx.Node, constant: fx.Node) -> None:
+        """A token of the module's own that is read by itself too: it is one of those that it was put before."""
+        read, where = self.tokens_in[constant]
+        before, name = self.sketch.nodes[read], self.fresh(self.inside(node, "token"))
+        self.sketch.layers[name] = Call(operator.getitem, 0, (None, (slice(None), where)), {})
+        size = (where.stop - where.start,)
+        self.names[constant] = self.put(Node(name, Module(axis=2), (read,), before.births, size))
 
     def expand(self, node: fx.Node) -> None:
         """Each channel over more pixels, or a single one over many, which sums and products do by themselves."""

@@ -245,6 +245,8 @@ class Reader(Pen):
             self.pad(node)
         elif base is torch.roll:
             self.roll(node)
+        elif base is torch.repeat_interleave:
+            self.repeat(node)
         elif base is torch.addcmul:
             self.addcmul(node)
         elif base is torch.zeros_like:

@@ -73,7 +73,7 @@ METHODS: dict[Any, Function] = {
     "split": torch.split, "softmax": torch.softmax, "log_softmax": torch.log_softmax,
     "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "swapdims": torch.transpose,
     "matmul": torch.matmul,
-    "roll": torch.roll, "addcmul": torch.addcmul, "type": torch.reshape,
+    "roll": torch.roll, "repeat_interleave": torch.repeat_interleave, "addcmul": torch.addcmul, "type": torch.reshape,
     "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
     "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,
 }  # fmt: skip
