@@ -15,6 +15,7 @@ from nestling.nets.ops import OPS, Operation
 from nestling.nets.ops.calls import Function
 from nestling.nets.ops.groupnorm import ACROSS
 from nestling.nets.ops.weighted_op import WeightedOp
+from nestling.nets.reading.watcher import put_at
 
 CHANNELWISE: set[type[nn.Module]] = {
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
@@ -97,5 +98,6 @@ REASONS: dict[Any, str] = {
     **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
     **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),
+    put_at: "it puts numbers into a part of a tensor (x[...] = y), which only nestling.exits follows",
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
 }
