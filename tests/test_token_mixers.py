@@ -344,6 +344,35 @@ class PooledWindows(Heads):
         return y.view(n, 2, 2, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(n, 16, 16)
 
 
+class WrittenNorm(nn.Module):
+    """An RMS norm of images, written out in operations, with a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.Parameter(torch.rand(16) + 0.5), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x.transpose(1, 2).reshape(-1, 16, 4, 4))
+        y = y * torch.rsqrt(torch.mean(y.pow(2), dim=1, keepdim=True) + 1e-6) * self.norm.reshape(1, -1, 1, 1)
+        return y.flatten(2).transpose(1, 2)
+
+
+class PixelsOfPatches(Heads):
+    """Patches taken by Unfold, whose pixels look at each other and then become channels of their patch (TNT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfold, self.place = nn.Unfold(2, stride=2), nn.Parameter(torch.randn(1, 16, 2, 2))
+        self.inner, self.outer, self.wide = nn.LayerNorm(16), nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        y = self.unfold(x.transpose(1, 2).reshape(n, 16, 4, 4)).transpose(1, 2).reshape(4 * n, 16, 2, 2)
+        y = (y + self.place).reshape(4 * n, 16, 4).transpose(1, 2)
+        y = y + super().forward(self.inner(y))
+        return self.wide(self.outer(y.reshape(n, 4, 64)))
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -391,6 +420,8 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "products spelled by letters": lambda: Tokens(ByLetters()),
     "values before looks": lambda: Tokens(ValuesFirst()),
     "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
+    "an RMS norm written out": lambda: Tokens(WrittenNorm()),
+    "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),

@@ -134,3 +134,15 @@ class Repeat(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, self.count, *[-1] * (x.dim() - 2)).contiguous()
+
+
+class Patches(nn.Module):
+    """torch's Unfold, with the pixels of a patch behind their channel: (N, channels, pixels, patches)."""
+
+    def __init__(self, layer: nn.Unfold) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made.unflatten(1, (x.shape[1], -1))

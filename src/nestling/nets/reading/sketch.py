@@ -52,6 +52,7 @@ class Page:
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
         self.layouts: dict[fx.Node, Arrangement] = {}  # of tensors that a plan has in another form
+        self.written: dict[fx.Node, str] = {}  # of norms that are written out, the node of each that ends; "" inside
         self.tokens_in: dict[fx.Node, tuple[str, slice]] = {}  # tokens of the module's own, and where they were put
         self.parts: dict[
             fx.Node, tuple[tuple[int, Any], ...]

@@ -11,14 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from nestling.nets.ops import Flatten, Merge, Module, Operation, Rearrange, Select
-from nestling.nets.ops.calls import Call, Repeat, Reshape
+from nestling.nets.ops.calls import Call, Patches, Repeat, Reshape
 from nestling.nets.plan import Node
 from nestling.nets.reading.layout import Arrangement, Factor
 from nestling.nets.reading.sketch import MIXED, UNPLAIN, Page
 from nestling.nets.reading.trace import BATCHES
+from nestling.nets.reading.vocabulary import METHODS, RESHAPES
+
+MOVES_ON = {*RESHAPES, torch.permute, torch.transpose}
 
 
 class Mover(Page):
@@ -37,13 +40,18 @@ class Mover(Page):
             self.refuse(node, "it is taken as it was recorded")
         if layout is None:
             self.refuse(node, MIXED.format(*(self.shape(n) for n in (node, node.all_input_nodes[0]))))
-        if layout.is_mixed and layout.merged is not None:
+        if layout.is_mixed and layout.merged is not None and not self.moves_on(node):
             self.names[node] = self.merge(node, layout)
             return
         if layout.is_plain:
             self.names[node] = self.made(node, layout)[0]
         else:
             self.layouts[node] = layout
+
+    def moves_on(self, node: fx.Node) -> bool:
+        """Whether all that reads a tensor moves it again, so that channels and pixels may come apart."""
+        found = [METHODS.get(user.target, user.target) for user in node.users if user.op != "call_module"]
+        return len(found) == len(node.users) > 0 and all(each in MOVES_ON for each in found)
 
     def merge(self, node: fx.Node, layout: Arrangement) -> str:
         """Pixels and channels in one dimension: each pixel's are channels of their own."""
@@ -228,6 +236,18 @@ class Mover(Page):
         self.sketch.layers[name] = Call(operator.getitem, 0, (None, which), {})
         size = tuple(side for d, side in enumerate(shape) if d not in (0, axis - gone))
         self.add(node, Node(name, Module(axis=axis - gone), (read,), (0,) * self.channels(read), size))
+
+    def unfold(self, node: fx.Node, layer: nn.Unfold) -> None:
+        """Patches of each channel: their pixels stand behind it, in one dimension with it."""
+        read = self.read_of(node)
+        before, many = self.sketch.nodes[read], self.shape(node)[2]
+        if self.whole or before.op.axis != 1 or len(before.size) != 2:
+            self.refuse(node, f"it takes patches of {before.size} where channels stand at dimension {before.op.axis}")
+        count, name = self.shape(node)[1] // before.channels, self.name(node)
+        self.sketch.layers[name] = Patches(layer)
+        self.put(Node(name, Module(), (read,), before.births, (count, many)))
+        made = Arrangement.of(self.sketch.nodes[name], BATCHES[0])
+        self.layouts[node] = replace(made, dims=(made.dims[0], (*made.dims[1], *made.dims[2]), made.dims[3]))
 
     def repeat(self, node: fx.Node) -> None:
         """Each image several times, one behind the other: once for each of its windows."""

@@ -40,7 +40,7 @@ ON_WEIGHTS: dict[Any, type[WeightedOp]] = {
 POINTWISE: set[Function] = {
     F.relu, torch.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
     F.hardtanh, F.softplus, F.softsign, F.logsigmoid, F.threshold, torch.sigmoid, F.sigmoid, torch.tanh, F.tanh,
-    torch.clamp, torch.abs, torch.exp, torch.sqrt, torch.square, torch.neg, operator.neg, torch.pow, operator.pow,
+    torch.clamp, torch.abs, torch.exp, torch.sqrt, torch.rsqrt, torch.square, torch.neg, operator.neg, torch.pow, operator.pow,
     F.max_pool2d, F.avg_pool2d, F.lp_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate,
 }  # fmt: skip
 BINARY: dict[Function, str] = {  # of two tensors, or of a tensor and a number
@@ -64,7 +64,7 @@ DROPOUTS: dict[Function, type[nn.Module]] = {
 # Methods of tensors, as the functions they stand for.
 METHODS: dict[Any, Function] = {
     "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "clamp": torch.clamp, "abs": torch.abs,
-    "exp": torch.exp, "sqrt": torch.sqrt, "square": torch.square, "neg": torch.neg, "pow": torch.pow,
+    "exp": torch.exp, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "square": torch.square, "neg": torch.neg, "pow": torch.pow,
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "relu_": torch.relu_, "sigmoid_": torch.sigmoid_, "tanh_": torch.tanh_, "clamp_": torch.clamp_,
     "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv,
