@@ -311,5 +311,5 @@ def test_a_part_that_is_overwritten_by_its_index_is_followed() -> None:
     assert torch.equal(exits(module, ("one",), IMAGE).eval()(x)[-1], module(x))
     with pytest.raises(NestlingError, match="by another name or through a view"):
         exits(PutInPlace(view=True), ("one",), IMAGE)
-    with pytest.raises(NestlingError, match="only nestling.exits follows"):
+    with pytest.raises(NestlingError, match=r"only nestling\.exits follows"):
         nestling.nest(PutInPlace(), "w", IMAGE)

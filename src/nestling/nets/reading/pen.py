@@ -34,9 +34,7 @@ from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import UNPLAIN
 from nestling.nets.reading.trace import BATCHES
-from nestling.nets.reading.vocabulary import MIXES
 from nestling.nets.reading.watcher import path_of
-from nestling.nets.reading.written import rms_norm
 
 
 class Pen(Placing):
@@ -319,44 +317,6 @@ class Pen(Placing):
             self.map(node, layer)
         else:
             self.names[node] = self.read_of(node)
-
-    def reduction(self, node: fx.Node, function: Callable[..., Any]) -> None:
-        given = self.given(node, "input", "dim", "keepdim")
-        dims, source = given.get("dim"), node.all_input_nodes[0]
-        only = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
-        if source in self.layouts and type(only) is int and not {*given} - {"input", "dim", "keepdim"}:
-            at = only % self.values[source].dim()
-            if self.reduced_parts(node, function, at, bool(given.get("keepdim"))):
-                return
-        rank = self.values[source].dim()
-        if source in self.layouts and dims is not None and not {*given} - {"input", "dim", "keepdim"}:
-            over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
-            if self.reduced_everywhere(node, function, over, bool(given.get("keepdim"))):
-                return
-        axis = self.axis(self.read_of(node))
-        listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
-        over = sorted(d % rank for d in listed)
-        if over == [axis] and not self.whole:
-            self.written_norm(node)
-            return
-        if {*over} & {0, axis}:
-            self.refuse(node, MIXES)
-        if axis == 1:
-            self.pointwise(node, function)
-        else:
-            self.reduced(node, function, over, {k: v for k, v in given.items() if k not in ("input", "dim")})
-
-    def written_norm(self, mean: fx.Node) -> None:
-        """A mean over channels: of a norm that is written out, which is entered where it ends."""
-        found = rms_norm(mean, self.values)
-        if found is None or not isinstance(self.names.get(found.source), str):
-            self.refuse(mean, MIXES)
-        read, layer = self.computed(mean, found.source), nn.Module()
-        op, name = LayerNorm(found.eps, False, False, False, False, axis=self.axis(read)), self.name(found.end)
-        self.sketch.layers[name] = layer.train(self.module.get_submodule(path_of(mean)).training)
-        before = self.sketch.nodes[read]
-        self.put(Node(name, op, (read,), (0,) * before.channels, before.size))
-        self.written |= {**dict.fromkeys(found.inside, ""), found.end: name}
 
     def glu(self, node: fx.Node, dim: int) -> None:
         """The first half of the channels, gated by the second."""
