@@ -373,6 +373,23 @@ class PixelsOfPatches(Heads):
         return self.wide(self.outer(y.reshape(n, 4, 64)))
 
 
+class PaddedHeads(Heads):
+    """Attention without softmax of queries, and something of all tokens but the first, with zeros for that one (CoaT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens = x.shape[:2]
+        q, k, v = self.parts(torch.cat([x[:, :1], x], dim=1))
+        y = q @ (k.softmax(dim=2).transpose(-1, -2) @ v)
+        image = v[:, :, 1:].transpose(-1, -2).reshape(n, 16, 4, 4)
+        near = self.around(image).reshape(n, 4, 4, 16).transpose(-1, -2)
+        y = y + F.pad(q[:, :, 1:] * near, (0, 0, 1, 0, 0, 0))
+        return self.proj(y.transpose(1, 2).reshape(n, tokens + 1, 16))[:, 1:]
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -422,6 +439,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
     "an RMS norm written out": lambda: Tokens(WrittenNorm()),
     "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
+    "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),

@@ -69,6 +69,9 @@ class Attend(Mover):
         shapes = left.shape, right.shape
         if len(left.dims) != len(right.dims) or len(left.dims) < 3:
             self.refuse(node, PRODUCT.format(*shapes))
+        if right.name in self.covariances and kind_of(left, -1) == kind_of(right, -2) == "channel":
+            keys, values, scale = self.covariances[right.name]  # multiplied first, and then queries by that
+            return self.mingle(node, self.covariance(node, values, keys, scale), left.swapped).swapped
         match tuple(kind_of(each, dim) for each in (left, right.swapped) for dim in (-2, -1)):
             case (_, "channel", _, "channel"):
                 return self.scores(node, left, right.swapped, 1.0)
@@ -131,6 +134,7 @@ class Attend(Mover):
         made, keys = self.sketch.nodes[name], (Factor("pixel", self.channels(other) // op.heads),)
         pixels = [tuple(f for f in q.dims[d] if f.kind == "pixel") for d in lead]
         base = (q.base[0], (Factor("channel", made.channels),), *(dim for dim in pixels if dim), keys)
+        self.covariances[name] = (q, k, scale)
         return Arrangement(name, 1, base, (*q.dims[:-1], keys), q.index)
 
     def mingle(self, node: fx.Node, looks: Arrangement, values: Arrangement) -> Arrangement:

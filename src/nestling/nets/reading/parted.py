@@ -111,6 +111,8 @@ class Parted(Attend):
         for dim in (d for d, factors in enumerate(larger.dims) if factors and larger.holds(d, "pixel")):
             layouts = [layout.with_side(dim) if len(layout.dims) == len(larger.dims) else layout for layout in layouts]
         one, other = (self.made(node, layout)[1] for layout in layouts)
+        if one.axis != other.axis:
+            one, other = (self.made(node, layout, "first")[1] for layout in (one, other))
         alike = len(one.dims) == len(other.dims) and one.axis == other.axis and larger.shape == self.shape(node)
         if not alike or not all(spreads(sides_of(a), sides_of(b)) for a, b in zip(one.dims, other.dims, strict=True)):
             self.refuse(

@@ -331,6 +331,9 @@ class Pen(Placing):
 
     def pad(self, node: fx.Node) -> None:
         """Zeros around each image, or further channels of zeros."""
+        if node.all_input_nodes[0] in self.layouts:
+            self.pad_everywhere(node)
+            return
         read = self.read_of(node)
         given = self.given(node, "input", "pad", "mode", "value")
         sides, value = tuple(given["pad"]), given.get("value") or 0

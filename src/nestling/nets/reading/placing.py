@@ -166,6 +166,35 @@ class Placing(Parted):
         )
         return True
 
+    def pad_everywhere(self, node: fx.Node) -> None:
+        """Numbers around pixels where heads or windows have dimensions of their own."""
+        given, source = self.given(node, "input", "pad", "mode", "value"), node.all_input_nodes[0]
+        layout, sides = self.layout_of(node, source), tuple(given["pad"])
+        padded = {
+            len(layout.dims) - 1 - i // 2: sides[i : i + 2] for i in range(0, len(sides), 2) if any(sides[i : i + 2])
+        }
+        if (
+            self.whole
+            or not all(layout.holds(dim, "pixel") for dim in padded)
+            or given.get("mode", "constant") != "constant"
+        ):
+            self.refuse(node, UNPLAIN.format(layout.shape))
+        for dim in padded:
+            layout = layout.with_side(dim)
+        read, made = self.made(node, layout, "first")
+        before, around = self.sketch.nodes[read], [0] * 2 * (len(made.base) - 2)
+        base, dims, size = [*made.base], [*made.dims], [*before.size]
+        for dim, (left, right) in padded.items():
+            at = made.base.index(made.dims[dim])
+            back = 2 * (len(made.base) - 1 - at)
+            around[back : back + 2] = [left, right]
+            base[at] = dims[dim] = (Factor("pixel", made.shape[dim] + left + right),)
+            size[at - 2] += left + right
+        name = self.fresh(self.inside(node, "padded"))
+        self.sketch.layers[name] = Call(F.pad, 0, (None, tuple(around), "constant", given.get("value") or 0), {})
+        self.put(Node(name, Module(), (read,), before.births, tuple(size)))
+        self.layouts_or_name(node, replace(made, name=name, base=tuple(base), dims=tuple(dims)))
+
     def roll(self, node: fx.Node) -> None:
         """Pixels around their image."""
         read = self.read_of(node)
