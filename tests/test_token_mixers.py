@@ -390,6 +390,16 @@ class PaddedHeads(Heads):
         return self.proj(y.transpose(1, 2).reshape(n, tokens + 1, 16))[:, 1:]
 
 
+class Sums(Heads):
+    """Linear attention: values with a one behind them, whose share every other is divided by (EfficientViT)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        y = q.relu() @ (k.relu().transpose(-1, -2) @ F.pad(v, (0, 1), mode="constant", value=1.0))
+        y = y[..., :-1] / (y[..., -1:] + 1e-2)
+        return self.proj(y.transpose(1, 2).reshape(x.shape).to(x.dtype))
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -440,6 +450,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "an RMS norm written out": lambda: Tokens(WrittenNorm()),
     "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
     "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
+    "attention divided by its sum": lambda: Tokens(Sums()),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from nestling.nets.ops import Cat, Join, LayerNorm, Module, Tokens
+from nestling.nets.ops import Cat, Join, LayerNorm, Module, Scale, Tokens
 from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import constant_of, own
-from nestling.nets.reading.layout import Arrangement, Factor, sides_of
+from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of
 from nestling.nets.reading.parted import Parted
 from nestling.nets.reading.sketch import STRANGE, UNPLAIN
 from nestling.nets.reading.vocabulary import BINARY, METHODS, MIXES
@@ -173,11 +173,13 @@ class Placing(Parted):
         padded = {
             len(layout.dims) - 1 - i // 2: sides[i : i + 2] for i in range(0, len(sides), 2) if any(sides[i : i + 2])
         }
-        if (
-            self.whole
-            or not all(layout.holds(dim, "pixel") for dim in padded)
-            or given.get("mode", "constant") != "constant"
-        ):
+        if self.whole or given.get("mode", "constant") != "constant":
+            self.refuse(node, UNPLAIN.format(layout.shape))
+        [*grown] = (dim for dim in padded if layout.dims[dim] and layout.holds(dim, "channel"))
+        if grown == [*padded] and len(grown) == 1 < len(layout.channel_dims) and min(padded[grown[0]]) >= 0:
+            self.layouts_or_name(node, self.grown(node, layout, grown[0], padded[grown[0]], given.get("value") or 0.0))
+            return
+        if not all(layout.holds(dim, "pixel") for dim in padded):
             self.refuse(node, UNPLAIN.format(layout.shape))
         for dim in padded:
             layout = layout.with_side(dim)
@@ -194,6 +196,24 @@ class Placing(Parted):
         self.sketch.layers[name] = Call(F.pad, 0, (None, tuple(around), "constant", given.get("value") or 0), {})
         self.put(Node(name, Module(), (read,), before.births, tuple(size)))
         self.layouts_or_name(node, replace(made, name=name, base=tuple(base), dims=tuple(dims)))
+
+    def grown(self, node: fx.Node, layout: Arrangement, dim: int, more: tuple[int, ...], value: float) -> Arrangement:
+        """Further channels of each head, all of one value."""
+        factors, mine = channel_factors(layout.dims), layout.dims[dim]
+        at = factors.index(mine[0])
+        index = layout.index.flatten(at, at + len(mine) - 1)
+        index = F.pad(index, (0, 0) * (index.dim() - 1 - at) + tuple(more), value=-1)
+        dims = (*layout.dims[:dim], (Factor("channel", index.shape[at]),), *layout.dims[dim + 1 :])
+        read, made = self.made(node, replace(layout, dims=dims, index=index), "last")
+        if not value:
+            return made
+        layer, source = nn.Module(), self.sketch.nodes[read]
+        numbers = (index.flatten() < 0).to(self.values[node].dtype) * value
+        layer.register_buffer("weight", numbers.to(next(self.module.parameters()).device))
+        name = self.fresh(self.inside(node, "value"))
+        self.sketch.layers[name] = layer
+        self.put(Node(name, Scale("add", False, axis=made.axis), (read,), source.births, source.size))
+        return replace(made, name=name)
 
     def roll(self, node: fx.Node) -> None:
         """Pixels around their image."""

@@ -75,7 +75,7 @@ METHODS: dict[Any, Function] = {
     "permute": torch.permute, "transpose": torch.transpose, "swapaxes": torch.transpose, "swapdims": torch.transpose,
     "matmul": torch.matmul,
     "roll": torch.roll, "repeat_interleave": torch.repeat_interleave, "addcmul": torch.addcmul, "type": torch.reshape,
-    "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
+    "to": torch.reshape, "reshape_as": torch.reshape, "view_as": torch.reshape, "float": torch.reshape,
     "unbind": torch.unbind, "unflatten": torch.reshape, "type_as": torch.reshape,
 }  # fmt: skip
 
