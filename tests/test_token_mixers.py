@@ -505,3 +505,24 @@ def test_random_numbers_made_while_running_are_refused() -> None:
 
     with pytest.raises(NestlingError, match="not the same in every run"):
         nest(Tokens(Noise()), "w", shape=IMAGE)
+
+
+def test_a_tensor_that_the_module_replaces_while_running_is_there_after_a_run() -> None:
+    class Late(nn.Module):
+        places: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(16))
+            self.register_buffer("places", torch.zeros(1, 1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.places.shape[0] != x.shape[1]:
+                self.places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] / 7
+            return x + self.places * self.scale.cos()
+
+    module = Tokens(Late())
+    with pytest.raises(NestlingError, match="run the module on an image of this size first"):
+        nest(module, "w", shape=IMAGE)
+    module(torch.randn(1, *IMAGE))
+    assert len(nest(module, "w", shape=IMAGE).sizes) == 2

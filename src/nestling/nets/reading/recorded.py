@@ -139,6 +139,11 @@ class Recorder:
         if node.op != "get_attr":
             return self.step(node, larger)
         held = self.hold(str(node.target))
+        seen = self.trace.record.values.get(node)
+        if isinstance(seen, Tensor) and seen.shape != getattr(self.piece, held.name).shape:
+            raise Unknown(
+                f"it replaces its own tensor {node.target} while running; run the module on an image of this size first"
+            )
         return self.spread(held, node) if self.copies and self.trace.grows(str(node.target)) else held
 
     def spread(self, held: Held, node: fx.Node) -> Made:
