@@ -400,6 +400,20 @@ class Sums(Heads):
         return self.proj(y.transpose(1, 2).reshape(x.shape).to(x.dtype))
 
 
+class OneTable(nn.Module):
+    """A table of biases that two layers of attention have in common, and a gate for two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.gate = Biased(), Heads(), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, share = self.one(x), self.gate.sigmoid()
+        q, k, v = self.other.parts(y)
+        z = (q @ k.transpose(-2, -1) + 2 * self.one.bias()).softmax(-1) @ v
+        return (1 - share) * y + share * self.other.proj(z.transpose(1, 2).reshape(x.shape))
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -451,6 +465,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
     "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
     "attention divided by its sum": lambda: Tokens(Sums()),
+    "constants of parameters in common": lambda: Tokens(OneTable()),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),
@@ -481,18 +496,14 @@ def test_each_mechanism_is_the_operation_it_is_meant_to_be() -> None:
     assert {Covariance, Mingle} <= kinds("channels of windows, values first")
 
 
-def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
-    shared = Biased()
-
+def test_parameters_of_a_constant_that_a_layer_has_too_are_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.other = shared, Heads()
+            self.layer = nn.Linear(16, 16)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.other.parts(self.one(x))
-            y = (q @ k.transpose(-2, -1) + self.one.bias()).softmax(-1) @ v
-            return y.transpose(1, 2).reshape(x.shape)
+            return self.layer(x + self.layer.bias.sin())
 
     with pytest.raises(NestlingError, match="serve other places too"):
         nest(Tokens(Twice()), "w", shape=IMAGE)

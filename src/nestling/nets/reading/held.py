@@ -62,8 +62,8 @@ def own(page: Page, node: fx.Node, name: str, layer: nn.Module, op: Operation) -
         page.sketch.layers[name] = layer
         return ""
     sharer = first.pop()
-    theirs = page.sketch.layers[sharer]
-    whole = not first and type(page.sketch.nodes[sharer].op) is type(op)
+    theirs, known = page.sketch.layers.get(sharer, layer), page.sketch.nodes.get(sharer)  # none: a constant's
+    whole = not first and known is not None and type(known.op) is type(op)
     if not whole or (mine and {*map(id, mine)} != {*map(id, theirs.parameters(recurse=False))}):
         page.refuse(node, "some of its parameters serve other places too, in part or as something else")
     if not op.weighted and page.sketch.nodes[sharer].op != op:

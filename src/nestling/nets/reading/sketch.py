@@ -54,6 +54,7 @@ class Page:
         self.layouts: dict[fx.Node, Arrangement] = {}  # of tensors that a plan has in another form
         self.written: dict[fx.Node, str] = {}  # of norms that are written out, the node of each that ends; "" inside
         self.covariances: dict[str, tuple[Arrangement, Arrangement, float]] = {}  # what their nodes are made of
+        self.lenders: dict[int, tuple[Any, str]] = {}  # of each parameter of a constant, the piece that holds it
         self.tokens_in: dict[fx.Node, tuple[str, slice]] = {}  # tokens of the module's own, and where they were put
         self.parts: dict[
             fx.Node, tuple[tuple[int, Any], ...]
