@@ -297,14 +297,14 @@ class Rotated(Heads):
 
     angles: Tensor
 
-    def __init__(self, half: bool) -> None:
+    def __init__(self, halves: bool) -> None:
         super().__init__()
-        self.half = half
+        self.halves = halves
         self.register_buffer("angles", torch.rand(15, 4))
 
     def turned(self, x: Tensor) -> Tensor:
         first, rest = x[:, :, :1], x[:, :, 1:]
-        if self.half:
+        if self.halves:
             one, other = rest.chunk(2, -1)
             across = torch.cat([-other, one], -1)
         else:
@@ -345,15 +345,17 @@ class PooledWindows(Heads):
 
 
 class WrittenNorm(nn.Module):
-    """An RMS norm of images, written out in operations, with a scale."""
+    """A norm of images, written out in operations, with a scale."""
 
-    def __init__(self) -> None:
+    def __init__(self, variance: bool = False) -> None:
         super().__init__()
+        self.variance = variance
         self.norm, self.mix = nn.Parameter(torch.rand(16) + 0.5), nn.Conv2d(16, 16, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(x.transpose(1, 2).reshape(-1, 16, 4, 4))
-        y = y * torch.rsqrt(torch.mean(y.pow(2), dim=1, keepdim=True) + 1e-6) * self.norm.reshape(1, -1, 1, 1)
+        v = torch.var(y, dim=1, keepdim=True) if self.variance else torch.mean(y.pow(2), dim=1, keepdim=True)
+        y = y * torch.rsqrt(v + 1e-6) * self.norm.reshape(1, -1, 1, 1)
         return y.flatten(2).transpose(1, 2)
 
 
@@ -462,13 +464,14 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "values before looks": lambda: Tokens(ValuesFirst()),
     "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
     "an RMS norm written out": lambda: Tokens(WrittenNorm()),
+    "a norm by the variance written out": lambda: Tokens(WrittenNorm(variance=True)),
     "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
     "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
     "attention divided by its sum": lambda: Tokens(Sums()),
     "constants of parameters in common": lambda: Tokens(OneTable()),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
-    "queries and keys turned, halves of heads": lambda: Tokens(Rotated(half=True)),
-    "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(half=False)),
+    "queries and keys turned, halves of heads": lambda: Tokens(Rotated(halves=True)),
+    "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(halves=False)),
     "the largest of some queries": lambda: Tokens(LargestQueries(), residual=False),
     "windows pooled, one query for all of them": lambda: Tokens(PooledWindows()),
 }

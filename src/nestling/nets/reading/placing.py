@@ -1,11 +1,10 @@
-"""Operations that put tensors elsewhere: joined, spread, rolled, with tokens before or pixels around them; and reductions.
+"""Operations that put tensors elsewhere: joined, spread, rolled, with tokens before or pixels around them.
 
 In: an operation of torch.fx and the page it belongs on. Out: nodes and layers entered on that page, or a refusal that says
 why this one cannot be nested.
 """
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,11 @@ from nestling.nets.reading.parted import Parted
 from nestling.nets.reading.sketch import STRANGE, UNPLAIN
 from nestling.nets.reading.vocabulary import BINARY, METHODS, MIXES
 from nestling.nets.reading.watcher import path_of
-from nestling.nets.reading.written import rms_norm
+from nestling.nets.reading.written import written_norm
 
 
 class Placing(Parted):
-    """What moves numbers and computes none, a scale with its shift, and what is left of many numbers."""
+    """What moves numbers and computes none, a scale with its shift, a norm that is written out."""
 
     def join(self, node: fx.Node) -> None:
         given = self.given(node, "tensors", "dim")
@@ -229,11 +228,14 @@ class Placing(Parted):
 
     def written_norm(self, mean: fx.Node) -> None:
         """A mean over channels: of a norm that is written out, which is entered where it ends."""
-        found = rms_norm(mean, self.values)
+        found = written_norm(mean, self.values)
         if found is None or not isinstance(self.names.get(found.source), str):
             self.refuse(mean, MIXES)
         read, layer = self.computed(mean, found.source), nn.Module()
-        op, name = LayerNorm(found.eps, False, False, False, False, axis=self.axis(read)), self.name(found.end)
+        op, name = (
+            LayerNorm(found.eps, False, False, False, False, found.variance, axis=self.axis(read)),
+            self.name(found.end),
+        )
         self.sketch.layers[name] = layer.train(self.module.get_submodule(path_of(mean)).training)
         before = self.sketch.nodes[read]
         self.put(Node(name, op, (read,), (0,) * before.channels, before.size))
@@ -251,32 +253,6 @@ class Placing(Parted):
         if self.is_known(given["input"]):
             self.refuse(node, "of addcmul only a tensor by a scale and beside a shift is nested, both the module's own")
         self.layouts_or_name(node, self.beside(node, scaled, given["input"], "add"))
-
-    def reduction(self, node: fx.Node, function: Callable[..., Any]) -> None:
-        given = self.given(node, "input", "dim", "keepdim")
-        dims, source = given.get("dim"), node.all_input_nodes[0]
-        only = dims[0] if isinstance(dims, list | tuple) and len(dims) == 1 else dims
-        if source in self.layouts and type(only) is int and not {*given} - {"input", "dim", "keepdim"}:
-            at = only % self.values[source].dim()
-            if self.reduced_parts(node, function, at, bool(given.get("keepdim"))):
-                return
-        rank = self.values[source].dim()
-        if source in self.layouts and dims is not None and not {*given} - {"input", "dim", "keepdim"}:
-            over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
-            if self.reduced_everywhere(node, function, over, bool(given.get("keepdim"))):
-                return
-        axis = self.axis(self.read_of(node))
-        listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
-        over = sorted(d % rank for d in listed)
-        if over == [axis] and not self.whole:
-            self.written_norm(node)
-            return
-        if {*over} & {0, axis}:
-            self.refuse(node, MIXES)
-        if axis == 1:
-            self.pointwise(node, function)
-        else:
-            self.reduced(node, function, over, {k: v for k, v in given.items() if k not in ("input", "dim")})
 
     def zeros(self, node: fx.Node) -> None:
         self.names[node] = self.take(node, self.read_of(node), (-1,) * self.channels(self.read_of(node)))
