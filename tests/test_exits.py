@@ -311,5 +311,17 @@ def test_a_part_that_is_overwritten_by_its_index_is_followed() -> None:
     assert torch.equal(exits(module, ("one",), IMAGE).eval()(x)[-1], module(x))
     with pytest.raises(NestlingError, match="by another name or through a view"):
         exits(PutInPlace(view=True), ("one",), IMAGE)
+
+    class Remembers(PutInPlace):
+        mark: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mark[:1] = x.mean((1, 2, 3))[:1]
+            return super().forward(x) + self.mark
+
+    module = Remembers()
+    module.register_buffer("mark", torch.zeros(5))
+    with pytest.raises(NestlingError, match="of a tensor of its own"):
+        exits(module, ("one",), IMAGE)
     with pytest.raises(NestlingError, match=r"only nestling\.exits follows"):
         nestling.nest(PutInPlace(), "w", IMAGE)

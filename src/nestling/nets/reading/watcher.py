@@ -107,7 +107,14 @@ class Watcher(fx.Tracer):
     def overwritten(self, old: fx.Node, new: fx.Node) -> None:
         """Views of what a part was put into would show it too: whoever reads them from now on is refused."""
         memory = storages(self.values[old])
-        self.stale |= {node for node, value in self.values.items() if storages(value) & memory and node is not new}
+        views = {node for node, value in self.values.items() if storages(value) & memory and node is not new}
+        if any(node.op in ("get_attr", "placeholder") for node in views):
+            where = place(self.root.get_submodule("module"), new)
+            raise NestlingError(
+                f"{self.net}: cannot nest {where}: it overwrites a part (x[...] = y) of the image or of a tensor of its own, "
+                "which would be another one in the next run."
+            )
+        self.stale |= views
 
     def run(self, node: fx.Node) -> Any:
         read = node.all_input_nodes
