@@ -297,13 +297,13 @@ class Rotated(Heads):
 
     angles: Tensor
 
-    def __init__(self, halves: bool) -> None:
+    def __init__(self, halves: bool, alone: int = 1) -> None:
         super().__init__()
-        self.halves = halves
-        self.register_buffer("angles", torch.rand(15, 4))
+        self.halves, self.alone = halves, alone
+        self.register_buffer("angles", torch.rand(16 - alone, 4))
 
     def turned(self, x: Tensor) -> Tensor:
-        first, rest = x[:, :, :1], x[:, :, 1:]
+        first, rest = x[:, :, : self.alone], x[:, :, self.alone :]
         if self.halves:
             one, other = rest.chunk(2, -1)
             across = torch.cat([-other, one], -1)
@@ -472,6 +472,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(halves=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(halves=False)),
+    "queries and keys turned, of all tokens": lambda: Tokens(Rotated(halves=True, alone=0)),
     "the largest of some queries": lambda: Tokens(LargestQueries(), residual=False),
     "windows pooled, one query for all of them": lambda: Tokens(PooledWindows()),
 }

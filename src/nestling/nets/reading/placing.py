@@ -78,6 +78,10 @@ class Placing(Parted):
             return
         if not all(layout.holds(at, "pixel") for layout in layouts):
             self.refuse(node, UNPLAIN.format(layouts[0].shape))
+        layouts = [layout for layout in layouts if layout.shape[at]]  # as where there are no class tokens to leave out
+        if len(layouts) == 1:
+            self.layouts_or_name(node, layouts[0])
+            return
         made = [self.made(node, layout.with_side(at), "first")[1] for layout in layouts]
         first, names = made[0], list[str]()
         for each in made:

@@ -290,7 +290,7 @@ class Mover(Page):
         read, made = self.made(node, layout.with_side(dim), "first")
         at = made.base.index(made.dims[dim])
         count = len(range(made.shape[dim])[part])
-        side = (Factor("pixel", count),) if count > 1 else ()
+        side = () if count == 1 else (Factor("pixel", count),)
         name, source = self.fresh(self.inside(node, "cut")), self.sketch.nodes[read]
         self.sketch.layers[name] = Call(operator.getitem, 0, (None, (*[slice(None)] * at, part)), {})
         size = (*source.size[: at - 2], count, *source.size[at - 1 :])
