@@ -372,7 +372,7 @@ class PixelsOfPatches(Heads):
         y = self.unfold(x.transpose(1, 2).reshape(n, 16, 4, 4)).transpose(1, 2).reshape(4 * n, 16, 2, 2)
         y = (y + self.place).reshape(4 * n, 16, 4).transpose(1, 2)
         y = y + super().forward(self.inner(y))
-        return self.wide(self.outer(y.reshape(n, 4, 64)))
+        return self.wide(self.outer(y.reshape(n, 4, 64).contiguous()))
 
 
 class PaddedHeads(Heads):

@@ -104,7 +104,7 @@ class Mover(Page):
                 node, f"it turns {self.values[source].dtype} into {self.values[node].dtype}; nest one type of number"
             )
         if shape == self.shape(source) and source in self.layouts:
-            self.layouts[node] = self.layouts[source]
+            self.place(node, self.layouts[source])
             return
         if shape == self.shape(source):
             self.names[node] = self.computed(node, source)
