@@ -541,3 +541,16 @@ def test_a_tensor_that_the_module_replaces_while_running_is_there_after_a_run() 
         nest(module, "w", shape=IMAGE)
     module(torch.randn(1, *IMAGE))
     assert len(nest(module, "w", shape=IMAGE).sizes) == 2
+
+
+def test_queries_by_a_table_of_positions_are_refused_for_what_they_are() -> None:
+    class Decomposed(HeadsInBatch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 16, 4))
+
+        def looks(self, q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.transpose(-2, -1) + torch.einsum("bqc,qkc->bqk", q, self.table)).softmax(-1)
+
+    with pytest.raises(NestlingError, match=r"operation einsum .* multiplies tensors of shapes"):
+        nest(Tokens(Decomposed()), "w", shape=IMAGE)

@@ -61,7 +61,7 @@ class Attend(Mover):
     def factors(self, node: fx.Node, one: Any, other: Any) -> tuple[Arrangement, Arrangement]:
         """The layouts of two tensors that are multiplied."""
         if self.whole or not self.is_known(one) or not self.is_known(other):
-            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
+            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))), here=True)
         return self.layout_of(node, one), self.layout_of(node, other)
 
     def product(self, node: fx.Node, left: Arrangement, right: Arrangement) -> Arrangement:

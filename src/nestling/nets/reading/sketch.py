@@ -64,8 +64,13 @@ class Page:
 
     # --- words ----------------------------------------------------------------------------------------------------
 
-    def refuse(self, node: fx.Node, why: str) -> NoReturn:
-        mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
+    def refuse(self, node: fx.Node, why: str, here: bool = False) -> NoReturn:
+        """`here`: what is refused is this operation, however its tensors stand."""
+        mixed = (
+            None
+            if here
+            else next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
+        )
         while mixed is not None:  # whatever then reads it, that is where it was mixed
             node, why = mixed, MIXED.format(self.shape(mixed), self.shape(mixed.all_input_nodes[0]))
             mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
