@@ -351,11 +351,13 @@ class WrittenNorm(nn.Module):
         super().__init__()
         self.variance = variance
         self.norm, self.mix = nn.Parameter(torch.rand(16) + 0.5), nn.Conv2d(16, 16, 3, padding=1)
+        self.more = nn.Conv2d(16, 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(x.transpose(1, 2).reshape(-1, 16, 4, 4))
         v = torch.var(y, dim=1, keepdim=True) if self.variance else torch.mean(y.pow(2), dim=1, keepdim=True)
-        y = y * torch.rsqrt(v + 1e-6) * self.norm.reshape(1, -1, 1, 1)
+        y = y * torch.rsqrt(v + 1e-6)
+        y = self.more(y) if self.variance else y * self.norm.reshape(1, -1, 1, 1)
         return y.flatten(2).transpose(1, 2)
 
 

@@ -240,6 +240,8 @@ class Placing(Parted):
             LayerNorm(found.eps, False, False, False, False, found.variance, axis=self.axis(read)),
             self.name(found.end),
         )
+        for word in ("weight", "bias"):
+            layer.register_parameter(word, None)
         self.sketch.layers[name] = layer.train(self.module.get_submodule(path_of(mean)).training)
         before = self.sketch.nodes[read]
         self.put(Node(name, op, (read,), (0,) * before.channels, before.size))
