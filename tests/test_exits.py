@@ -303,3 +303,40 @@ def test_what_is_overwritten_through_views_is_refused() -> None:
 
     with pytest.raises(NestlingError, match="overwrites in place"):
         exits(Overwrites(), ("one",), IMAGE)
+
+
+class PutInPlace(nn.Module):
+    """A part of a tensor is overwritten by its index, as MViT adds positions to all tokens but the first."""
+
+    def __init__(self, view: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.fc, self.view = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 5), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        first = y[:, :, 1].mean(2)
+        part = y[:, :, 1]
+        y[:, :, 1:] = y[:, :, 1:] * 2 + 1
+        logits: Tensor = self.fc(self.two(y).mean((2, 3)) + (part.mean(2) if self.view else first))
+        return logits
+
+
+def test_a_part_that_is_overwritten_by_its_index_is_followed() -> None:
+    module, x = PutInPlace().eval(), torch.randn(2, *IMAGE)
+    assert torch.equal(exits(module, ("one",), IMAGE).eval()(x)[-1], module(x))
+    with pytest.raises(NestlingError, match="by another name or through a view"):
+        exits(PutInPlace(view=True), ("one",), IMAGE)
+
+    class Remembers(PutInPlace):
+        mark: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mark[:1] = x.mean((1, 2, 3))[:1]
+            return super().forward(x) + self.mark
+
+    module = Remembers()
+    module.register_buffer("mark", torch.zeros(5))
+    with pytest.raises(NestlingError, match="of a tensor of its own"):
+        exits(module, ("one",), IMAGE)
+    with pytest.raises(NestlingError, match=r"only nestling\.exits follows"):
+        nestling.nest(PutInPlace(), "w", IMAGE)

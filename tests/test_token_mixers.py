@@ -278,6 +278,146 @@ class Masked(Heads):
         return masked_looks(q, k)
 
 
+class TokenAlone(Heads):
+    """A token of the module's own that looks at all others, and is what the answer is added to (CaiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.norm = nn.Parameter(torch.randn(1, 1, 16)), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(x.shape[0], -1, -1)
+        u = torch.cat((token, x), dim=1)
+        token = token + super().forward(self.norm(u))[:, :1]
+        return torch.cat((token, x), dim=1)
+
+
+class Rotated(Heads):
+    """Queries and keys turned by angles of their tokens, all but the first; halves of a head, or every other channel."""
+
+    angles: Tensor
+
+    def __init__(self, halves: bool, alone: int = 1) -> None:
+        super().__init__()
+        self.halves, self.alone = halves, alone
+        self.register_buffer("angles", torch.rand(16 - alone, 4))
+
+    def turned(self, x: Tensor) -> Tensor:
+        first, rest = x[:, :, : self.alone], x[:, :, self.alone :]
+        if self.halves:
+            one, other = rest.chunk(2, -1)
+            across = torch.cat([-other, one], -1)
+        else:
+            across = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+        return torch.cat([first, rest * self.angles.cos() + across * self.angles.sin()], dim=2)
+
+    def looks(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().looks(self.turned(q), self.turned(k))
+
+
+class LargestQueries(Heads):
+    """Queries of fewer tokens: the largest of every four, in two windows (Hiera)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        q, k, v = self.qkv(x).reshape(n, 8, 2, 3, 4, 4).permute(3, 0, 4, 2, 1, 5).unbind(0)
+        q = q.view(n, 4, 2, 4, 2, 4).amax(dim=3)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 3).reshape(n, 4, 16))
+
+
+class PooledWindows(Heads):
+    """Windows beside the images of the batch, pooled there (SAM 2); one query of all images' own for every window (GCViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.all = nn.MaxPool2d(2), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        windows = x.view(n, 2, 2, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(-1, 2, 2, 16)
+        small = self.pool(windows.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        q, k, v = self.parts(windows.reshape(-1, 4, 16))
+        asked = self.all(x[:, :4]).repeat_interleave(4, dim=0).reshape(4 * n, 4, 4, 4).permute(0, 2, 1, 3)
+        y = (self.looks(asked + q, k) @ v).transpose(1, 2).reshape(-1, 2, 2, 16)
+        y = self.proj(y + small)
+        return y.view(n, 2, 2, 2, 2, 16).permute(0, 1, 3, 2, 4, 5).reshape(n, 16, 16)
+
+
+class WrittenNorm(nn.Module):
+    """A norm of images, written out in operations, with a scale."""
+
+    def __init__(self, variance: bool = False) -> None:
+        super().__init__()
+        self.variance = variance
+        self.norm, self.mix = nn.Parameter(torch.rand(16) + 0.5), nn.Conv2d(16, 16, 3, padding=1)
+        self.more = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x.transpose(1, 2).reshape(-1, 16, 4, 4))
+        v = torch.var(y, dim=1, keepdim=True) if self.variance else torch.mean(y.pow(2), dim=1, keepdim=True)
+        y = y * torch.rsqrt(v + 1e-6)
+        y = self.more(y) if self.variance else y * self.norm.reshape(1, -1, 1, 1)
+        return y.flatten(2).transpose(1, 2)
+
+
+class PixelsOfPatches(Heads):
+    """Patches taken by Unfold, whose pixels look at each other and then become channels of their patch (TNT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfold, self.place = nn.Unfold(2, stride=2), nn.Parameter(torch.randn(1, 16, 2, 2))
+        self.inner, self.outer, self.wide = nn.LayerNorm(16), nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        y = self.unfold(x.transpose(1, 2).reshape(n, 16, 4, 4)).transpose(1, 2).reshape(4 * n, 16, 2, 2)
+        y = (y + self.place).reshape(4 * n, 16, 4).transpose(1, 2)
+        y = y + super().forward(self.inner(y))
+        return self.wide(self.outer(y.reshape(n, 4, 64).contiguous()))
+
+
+class PaddedHeads(Heads):
+    """Attention without softmax of queries, and something of all tokens but the first, with zeros for that one (CoaT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens = x.shape[:2]
+        q, k, v = self.parts(torch.cat([x[:, :1], x], dim=1))
+        y = q @ (k.softmax(dim=2).transpose(-1, -2) @ v)
+        image = v[:, :, 1:].transpose(-1, -2).reshape(n, 16, 4, 4)
+        near = self.around(image).reshape(n, 4, 4, 16).transpose(-1, -2)
+        y = y + F.pad(q[:, :, 1:] * near, (0, 0, 1, 0, 0, 0))
+        return self.proj(y.transpose(1, 2).reshape(n, tokens + 1, 16))[:, 1:]
+
+
+class Sums(Heads):
+    """Linear attention: values with a one behind them, whose share every other is divided by (EfficientViT)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        y = q.relu() @ (k.relu().transpose(-1, -2) @ F.pad(v, (0, 1), mode="constant", value=1.0))
+        y = y[..., :-1] / (y[..., -1:] + 1e-2)
+        return self.proj(y.transpose(1, 2).reshape(x.shape).to(x.dtype))
+
+
+class OneTable(nn.Module):
+    """A table of biases that two layers of attention have in common, and a gate for two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.gate = Biased(), Heads(), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, share = self.one(x), self.gate.sigmoid()
+        q, k, v = self.other.parts(y)
+        z = (q @ k.transpose(-2, -1) + 2 * self.one.bias()).softmax(-1) @ v
+        return (1 - share) * y + share * self.other.proj(z.transpose(1, 2).reshape(x.shape))
+
+
 class Tokens(nn.Module):
     """Patches, something done to their tokens, and the mean of these."""
 
@@ -325,6 +465,18 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "products spelled by letters": lambda: Tokens(ByLetters()),
     "values before looks": lambda: Tokens(ValuesFirst()),
     "a mask made while running, in a wrapped function": lambda: Tokens(Masked()),
+    "an RMS norm written out": lambda: Tokens(WrittenNorm()),
+    "a norm by the variance written out": lambda: Tokens(WrittenNorm(variance=True)),
+    "pixels of patches": lambda: Tokens(PixelsOfPatches(), residual=False),
+    "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
+    "attention divided by its sum": lambda: Tokens(Sums()),
+    "constants of parameters in common": lambda: Tokens(OneTable()),
+    "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
+    "queries and keys turned, halves of heads": lambda: Tokens(Rotated(halves=True)),
+    "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(halves=False)),
+    "queries and keys turned, of all tokens": lambda: Tokens(Rotated(halves=True, alone=0)),
+    "the largest of some queries": lambda: Tokens(LargestQueries(), residual=False),
+    "windows pooled, one query for all of them": lambda: Tokens(PooledWindows()),
 }
 
 
@@ -350,18 +502,14 @@ def test_each_mechanism_is_the_operation_it_is_meant_to_be() -> None:
     assert {Covariance, Mingle} <= kinds("channels of windows, values first")
 
 
-def test_parameters_of_a_constant_that_serves_two_places_are_refused() -> None:
-    shared = Biased()
-
+def test_parameters_of_a_constant_that_a_layer_has_too_are_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.other = shared, Heads()
+            self.layer = nn.Linear(16, 16)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.other.parts(self.one(x))
-            y = (q @ k.transpose(-2, -1) + self.one.bias()).softmax(-1) @ v
-            return y.transpose(1, 2).reshape(x.shape)
+            return self.layer(x + self.layer.bias.sin())
 
     with pytest.raises(NestlingError, match="serve other places too"):
         nest(Tokens(Twice()), "w", shape=IMAGE)
@@ -374,3 +522,37 @@ def test_random_numbers_made_while_running_are_refused() -> None:
 
     with pytest.raises(NestlingError, match="not the same in every run"):
         nest(Tokens(Noise()), "w", shape=IMAGE)
+
+
+def test_a_tensor_that_the_module_replaces_while_running_is_there_after_a_run() -> None:
+    class Late(nn.Module):
+        places: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(16))
+            self.register_buffer("places", torch.zeros(1, 1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.places.shape[0] != x.shape[1]:
+                self.places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] / 7
+            return x + self.places * self.scale.cos()
+
+    module = Tokens(Late())
+    with pytest.raises(NestlingError, match="run the module on an image of this size first"):
+        nest(module, "w", shape=IMAGE)
+    module(torch.randn(1, *IMAGE))
+    assert len(nest(module, "w", shape=IMAGE).sizes) == 2
+
+
+def test_queries_by_a_table_of_positions_are_refused_for_what_they_are() -> None:
+    class Decomposed(HeadsInBatch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 16, 4))
+
+        def looks(self, q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.transpose(-2, -1) + torch.einsum("bqc,qkc->bqk", q, self.table)).softmax(-1)
+
+    with pytest.raises(NestlingError, match=r"operation einsum .* multiplies tensors of shapes"):
+        nest(Tokens(Decomposed()), "w", shape=IMAGE)

@@ -141,7 +141,8 @@ class NestedNet(nn.Module):
         """D_stage as a stand-alone module: its own copy of its weights, nothing of later stages, one answer."""
         plan = self.plan.restrict(stage)
         kept = self.plan.kept(stage)
-        given = {n.name: copy.deepcopy(self.layer(n.name)) for n in plan.nodes if n.op.given}
+        memo: dict[int, Any] = {}  # one for all: what lends a parameter to another still does
+        given = {n.name: copy.deepcopy(self.layer(n.name), memo) for n in plan.nodes if n.op.given}
         small = NestedNet(plan, given).train(self.training)
         for node in plan.nodes:
             if node.op.given:

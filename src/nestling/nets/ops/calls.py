@@ -125,3 +125,38 @@ class Reshape(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, {math.prod(self.size)} pixels a channel"
+
+
+class Windows(nn.Module):
+    """A module of images on the windows of each channel, (N, channels, windows, height, width)."""
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        super().__init__()
+        self.layer, self.count = layer, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x.flatten(1, 2))
+        return made.unflatten(1, (-1, self.count))
+
+
+class Repeat(nn.Module):
+    """Each channel so many times, along a side of its own before the others."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(2).expand(-1, -1, self.count, *[-1] * (x.dim() - 2)).contiguous()
+
+
+class Patches(nn.Module):
+    """torch's Unfold, with the pixels of a patch behind their channel: (N, channels, pixels, patches)."""
+
+    def __init__(self, layer: nn.Unfold) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made.unflatten(1, (x.shape[1], -1))

@@ -38,6 +38,7 @@ class LayerNorm(Operation):
     pixels: bool = False  # over all pixels, too: group norm of one group
     scale: bool = True
     shift: bool = True
+    variance: bool = False  # without a center: by the variance (of n - 1) and not by the mean square
     parts: tuple[Alike, ...] = ()  # told once births are settled; none: all channels alike
 
     kind: ClassVar[str] = "layernorm"
@@ -112,6 +113,11 @@ class LayerNorm(Operation):
     def params(self, node: Node, reads: Sequence[Node]) -> tuple[int, ...]:
         return (self.scale + self.shift,) * node.channels
 
+    def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
+        super().check(plan, node, reads)
+        if self.variance and any(len(part.over) < 2 for part in self.parts_for(node, reads)):
+            raise NestlingError(f"{plan}: {node.name} divides by the variance of a single channel. Use wider stripes.")
+
     # --- with tensors ---------------------------------------------------------------------------------------------
 
     def layer(self, node: Node, reads: Sequence[Node]) -> nn.Module:
@@ -150,7 +156,7 @@ class LayerNorm(Operation):
     def torch_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
         if self.pixels:
             return lazy.F.group_norm(x, 1, weight, bias, self.eps or 0.0) if self.axis == 1 else None
-        if self.axis != x.dim() - 1:
+        if self.axis != x.dim() - 1 or self.variance:
             return None
         shape = (x.shape[-1],)
         if self.center:
@@ -164,6 +170,8 @@ class LayerNorm(Operation):
         if self.center:
             var, mean = lazy.torch.var_mean(over, axes, correction=0, keepdim=True)
             own = own - mean
+        elif self.variance:
+            var = over.var(axes, correction=1, keepdim=True)
         else:
             var = over.square().mean(axes, keepdim=True)
         return own * (var + self.step(x)).rsqrt()
@@ -211,8 +219,13 @@ class LayerNorm(Operation):
         if self.center:
             mean = graph.add("ReduceMean", [over, along], f"{at}.mean")
             over, own = (graph.add("Sub", [v, mean], f"{at}.{w}0") for v, w in ((over, "over"), (own, "own")))
+        if self.variance:
+            over = graph.add("Sub", [over, graph.add("ReduceMean", [over, along], f"{at}.mean")], f"{at}.over0")
         square = graph.add("Mul", [over, over], f"{at}.square")
         var = graph.add("ReduceMean", [square, along], f"{at}.var")
+        if self.variance:
+            more = graph.constant(f"{at}.more", torch.tensor(len(part.over) / (len(part.over) - 1)))
+            var = graph.add("Mul", [var, more], f"{at}.unbiased")
         step = graph.constant(f"{at}.eps", torch.tensor(self.step(torch.zeros(0))))
         root = graph.add("Sqrt", [graph.add("Add", [var, step], f"{at}.above")], f"{at}.root")
         return graph.add("Div", [own, root], f"{at}.divided")

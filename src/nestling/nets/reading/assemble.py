@@ -8,6 +8,8 @@ is read.py's business, which channels are tied ties.py's.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -55,8 +57,9 @@ def built(
     kind: type[NestedNet] = NestedNet,
 ) -> Assembled:
     """The network of a plan, with copies of the weights of the layers that its nodes are made from."""
-    settled = settle(plan)
-    given = {n.name: copy.deepcopy(layers[n.name]) for n in settled.nodes if n.op.given}
+    settled, memo = settle(plan), dict[int, Any]()  # one memo: what lends to another still does
+    check_lending(settled, layers)
+    given = {n.name: copy.deepcopy(layers[n.name], memo) for n in settled.nodes if n.op.given}
     nested = kind(settled, given).train(training)
     for node in settled.nodes:
         if node.name in layers and not node.shares:
@@ -68,6 +71,20 @@ def built(
         if layer is not None and layer.mask is not None:
             layer.weight.data.mul_(layer.mask)
     return made
+
+
+def check_lending(plan: Plan, layers: Mapping[str, nn.Module]) -> None:
+    """Who borrows a parameter may not be there without the one that holds it, nor be needed by other tasks."""
+    holders = {id(layers[node.name]): node.name for node in plan.nodes if node.op.given}
+    for node in (node for node in plan.nodes if node.op.given):
+        for [lender], _ in getattr(layers[node.name], "borrowed", {}).values():
+            holder = holders.get(id(lender), "")
+            mine, theirs = (reduce(or_, plan.owners.get(name, ()), 0) for name in (node.name, holder))
+            if mine & ~theirs:
+                raise NestlingError(
+                    f"{plan.name}: cannot nest {node.name}: its constant has parameters of {holder or 'what no answer needs'}, "
+                    "which is not needed by the same stages; give each place parameters of its own."
+                )
 
 
 def check_stages(sketch: Sketch, growth: Growth, net: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from nestling.nets.ops import Computed, Covariance, Headwise, Linear, Mingle, Module, Scores, Select, Weigh
+from nestling.nets.ops.calls import Windows
 from nestling.nets.plan import Node
 from nestling.nets.reading.held import own
 from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, sides_of, size_of
@@ -60,7 +61,7 @@ class Attend(Mover):
     def factors(self, node: fx.Node, one: Any, other: Any) -> tuple[Arrangement, Arrangement]:
         """The layouts of two tensors that are multiplied."""
         if self.whole or not self.is_known(one) or not self.is_known(other):
-            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))))
+            self.refuse(node, PRODUCT.format(*(tuple(self.values[each].shape) for each in (one, other))), here=True)
         return self.layout_of(node, one), self.layout_of(node, other)
 
     def product(self, node: fx.Node, left: Arrangement, right: Arrangement) -> Arrangement:
@@ -68,6 +69,9 @@ class Attend(Mover):
         shapes = left.shape, right.shape
         if len(left.dims) != len(right.dims) or len(left.dims) < 3:
             self.refuse(node, PRODUCT.format(*shapes))
+        if right.name in self.covariances and kind_of(left, -1) == kind_of(right, -2) == "channel":
+            keys, values, scale = self.covariances[right.name]  # multiplied first, and then queries by that
+            return self.mingle(node, self.covariance(node, values, keys, scale), left.swapped).swapped
         match tuple(kind_of(each, dim) for each in (left, right.swapped) for dim in (-2, -1)):
             case (_, "channel", _, "channel"):
                 return self.scores(node, left, right.swapped, 1.0)
@@ -85,12 +89,6 @@ class Attend(Mover):
 
     def is_known(self, source: Any) -> bool:
         return source in self.layouts or isinstance(self.names.get(source), str)
-
-    def layouts_or_name(self, node: fx.Node, layout: Arrangement) -> None:
-        if layout.is_plain and tuple(self.values[node].shape) == layout.shape:
-            self.names[node] = self.made(node, layout)[0]
-        else:
-            self.layouts[node] = layout
 
     def scores(self, node: fx.Node, q: Arrangement, k: Arrangement, scale: float) -> Arrangement:
         """Both as (.., tokens, channels of a head); gives (.., tokens, tokens)."""
@@ -136,6 +134,7 @@ class Attend(Mover):
         made, keys = self.sketch.nodes[name], (Factor("pixel", self.channels(other) // op.heads),)
         pixels = [tuple(f for f in q.dims[d] if f.kind == "pixel") for d in lead]
         base = (q.base[0], (Factor("channel", made.channels),), *(dim for dim in pixels if dim), keys)
+        self.covariances[name] = (q, k, scale)
         return Arrangement(name, 1, base, (*q.dims[:-1], keys), q.index)
 
     def mingle(self, node: fx.Node, looks: Arrangement, values: Arrangement) -> Arrangement:
@@ -249,6 +248,27 @@ class Attend(Mover):
         layout = self.made(node, layout.with_side(dim), "first")[1]
         before = sum(any(f.kind == "pixel" for f in each) for each in layout.dims[:dim])
         return self.pixelwise(node, layout, make(2 + before), word).bare
+
+    def windowed(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> bool:
+        """Pooling and the like of windows that stand beside the images of the batch; False where that is not what they do."""
+        layout = self.layout_of(node, source)
+        images = len(layout.dims) == 4 and layout.channel_dims == [1] and layout.holds(1, "channel")
+        kinds = {factor.kind for factor in layout.dims[0]}
+        if self.whole or not images or kinds != {"batch", "pixel"}:
+            return False
+        for dim in (2, 3):
+            layout = layout.with_side(dim)
+        read, made = self.made(node, layout, "first")
+        before, size = self.sketch.nodes[read], self.shape(node)[2:]
+        if len(before.size) != 3 or self.shape(node)[:2] != self.shape(source)[:2]:
+            return False
+        name = self.name(node)
+        self.sketch.layers[name] = Windows(layer, before.size[0])
+        self.put(Node(name, Module(), (read,), before.births, (before.size[0], *size)))
+        sides = tuple((Factor("pixel", side),) if side > 1 else () for side in size)
+        base, dims = (*made.base[:3], *sides), (*made.dims[:2], *sides)
+        self.layouts_or_name(node, replace(made, name=name, base=base, dims=dims))
+        return True
 
     def pixelwise(self, node: fx.Node, layout: Arrangement, layer: nn.Module, word: str) -> Arrangement:
         """A module over what each channel of a node is, which keeps its shape."""

@@ -52,6 +52,28 @@ def is_shaping(page: Page, node: fx.Node) -> bool:
     return base in SHAPING and whole
 
 
+def numbers_cut(page: Page, node: fx.Node, constant: fx.Node, read: str) -> tuple[Tensor, str, tuple[int, ...]] | None:
+    """A parameter or buffer that births can cut, its path, and the sides of each channel's numbers."""
+    shape, axis, size = tuple(page.values[constant].shape), page.axis(read), page.sketch.nodes[read].size
+    wide = (1,) * (len(size) + 2 - len(shape)) + shape
+    sides = (*wide[1:axis], *wide[axis + 1 :])
+    plain = len(wide) == len(size) + 2 and wide[0] == 1 and wide[axis] in (1, page.channels(read))
+    found = constant_of(page, node, constant) if plain and fits(sides, size) else None
+    if found is None:
+        return None
+    pixels = sides if any(side > 1 for side in sides) else ()
+    held, path = found
+    whole = (1,) * (len(wide) - held.dim()) + tuple(held.shape) == wide and wide[axis] == page.channels(read)
+    if pixels and isinstance(held, nn.Parameter) and not whole:
+        return None
+    return held if not pixels or isinstance(held, nn.Parameter) else held.reshape(wide), path, pixels
+
+
+def fits(sides: tuple[int, ...], size: tuple[int, ...]) -> bool:
+    """Whether numbers along some sides are one for all or one for each."""
+    return len(sides) == len(size) and all(side in (1, most) for side, most in zip(sides, size, strict=True))
+
+
 def own(page: Page, node: fx.Node, name: str, layer: nn.Module, op: Operation) -> str:
     """Remember a layer with parameters; returns the node whose weights it uses, if it is not the first to use them."""
     mine = list(layer.parameters(recurse=False))
@@ -64,8 +86,8 @@ def own(page: Page, node: fx.Node, name: str, layer: nn.Module, op: Operation) -
         page.sketch.layers[name] = layer
         return ""
     sharer = first.pop()
-    theirs = page.sketch.layers[sharer]
-    whole = not first and type(page.sketch.nodes[sharer].op) is type(op)
+    theirs, known = page.sketch.layers.get(sharer, layer), page.sketch.nodes.get(sharer)  # none: a constant's
+    whole = not first and known is not None and type(known.op) is type(op)
     if not whole or (mine and {*map(id, mine)} != {*map(id, theirs.parameters(recurse=False))}):
         page.refuse(node, "some of its parameters serve other places too, in part or as something else")
     if not op.weighted and page.sketch.nodes[sharer].op != op:

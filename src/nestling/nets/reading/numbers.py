@@ -14,6 +14,8 @@ from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, s
 from nestling.nets.reading.recorded import Made, Recorded, Recorder, Unknown
 from nestling.nets.reading.sketch import Page
 
+LENT = "(constants)"
+
 
 def numbers_beside(page: Page, node: fx.Node, constant: fx.Node, layout: Arrangement) -> tuple[Recorded, Extent]:
     """The module, and how many numbers a channel has along each of its sides, as `Scale` counts them."""
@@ -65,10 +67,13 @@ def check_alike(page: Page, node: fx.Node, piece: Recorded) -> None:
 
 
 def own_all(page: Page, node: fx.Node, piece: Recorded) -> None:
-    """Remember whose parameters these are. Each place needs its own: a copy would go its own way in training."""
-    for parameter in piece.parameters():
-        if page.weights_of.setdefault(id(parameter), node.name) != node.name:
+    """Remember whose parameters these are. Those of another constant are borrowed; a layer's are its own."""
+    for name, parameter in list(piece.named_parameters()):
+        lender, theirs = page.lenders.setdefault(id(parameter), (piece, name))
+        if page.weights_of.setdefault(id(parameter), LENT) != LENT or (lender is not piece and "." in name):
             page.refuse(
                 node,
                 "its constant is made of parameters that serve other places too; give each place parameters of its own",
             )
+        if lender is not piece:
+            piece.borrow(name, lender, theirs)

@@ -111,7 +111,10 @@ class Parted(Attend):
         larger = layouts[which]
         for dim in (d for d, factors in enumerate(larger.dims) if factors and larger.holds(d, "pixel")):
             layouts = [layout.with_side(dim) if len(layout.dims) == len(larger.dims) else layout for layout in layouts]
+        layouts = [layout if layout is larger else over_heads(layout, larger) for layout in layouts]
         one, other = (self.made(node, layout)[1] for layout in layouts)
+        if one.axis != other.axis:
+            one, other = (self.made(node, layout, "first")[1] for layout in (one, other))
         alike = len(one.dims) == len(other.dims) and one.axis == other.axis and larger.shape == self.shape(node)
         if not alike or not all(spreads(sides_of(a), sides_of(b)) for a, b in zip(one.dims, other.dims, strict=True)):
             self.refuse(
@@ -119,6 +122,22 @@ class Parted(Attend):
             )
         name = self.enter_as(self.inside(node, function), Zip(function, axis=one.axis), (one.name, other.name))
         self.layouts_or_name(node, replace((one, other)[which], name=name))
+
+
+def over_heads(single: Arrangement, larger: Arrangement) -> Arrangement:
+    """A layout in which one channel of a head stands beside many: it is taken as often as there are others."""
+    if len(single.dims) != len(larger.dims):
+        return single
+    for dim, (mine, theirs) in enumerate(zip(single.dims, larger.dims, strict=True)):
+        alone = bool(mine) and single.holds(dim, "channel") and single.shape[dim] == 1
+        if alone and theirs and larger.holds(dim, "channel"):
+            wide = Factor("channel", larger.shape[dim])
+            at = channel_factors(single.dims).index(mine[0])
+            index = single.index.flatten(at, at + len(mine) - 1).expand(
+                *(wide.size if d == at else -1 for d in range(single.index.dim() - len(mine) + 1))
+            )
+            single = replace(single, dims=(*single.dims[:dim], (wide,), *single.dims[dim + 1 :]), index=index)
+    return single
 
 
 def spreads(one: list[tuple[str, int]], other: list[tuple[str, int]]) -> bool:

@@ -27,13 +27,14 @@ from nestling.nets.ops import (
 from nestling.nets.ops.calls import Call, DropPath, spelled
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node
-from nestling.nets.reading.held import constant_of, functional_layer, norm_layer, own
+from nestling.nets.reading.held import functional_layer, norm_layer, numbers_cut, own
 from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.picked import Picking
 from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import UNPLAIN
 from nestling.nets.reading.trace import BATCHES
+from nestling.nets.reading.vocabulary import MIXES
 from nestling.nets.reading.watcher import path_of
 
 
@@ -56,6 +57,8 @@ class Pen(Picking):
 
     def map_everywhere(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> None:
         """A function of each number by itself, wherever channels and pixels stand."""
+        if is_spatial(layer) and self.windowed(node, source, layer):
+            return
         if is_spatial(layer) or isinstance(layer, DropPath) or self.shape(node) != self.shape(source):
             self.refuse(node, UNPLAIN.format(self.shape(source)))
         layout, name = self.chosen(node, source), self.name(node)
@@ -137,6 +140,10 @@ class Pen(Picking):
         births; whatever else is computed from its parameters and buffers stays whole."""
         one, other = (a for a in node.args[:2] if isinstance(a, fx.Node))
         tensor, constant = (one, other) if self.is_known(one) else (other, one)
+        if constant in self.tokens_in and not self.whole:
+            self.token(node, constant)
+            self.zip(node, function)
+            return
         if not self.is_known(tensor) or node.kwargs or len(node.args) > 2:
             self.refuse(
                 node, "it combines what was computed from the image with a constant in a way that is not nested"
@@ -145,29 +152,13 @@ class Pen(Picking):
             self.refuse(node, f"{function} of a constant and a tensor is not nested")
         read = self.names.get(tensor)
         backwards = tensor is other and function in ("sub", "div")
-        cut = None if backwards or not isinstance(read, str) else self.numbers_cut(node, constant, read)
+        cut = None if backwards or not isinstance(read, str) else numbers_cut(self, node, constant, read)
         if cut is not None and isinstance(read, str):
             self.enter_numbers(node, read, function, constant, *cut)
         elif self.whole:
             self.refuse(node, "it is taken as it was recorded")
         else:
             self.layouts_or_name(node, self.beside(node, self.layout_of(node, tensor), constant, function, backwards))
-
-    def numbers_cut(self, node: fx.Node, constant: fx.Node, read: str) -> tuple[Tensor, str, tuple[int, ...]] | None:
-        """A parameter or buffer that births can cut, its path, and the sides of each channel's numbers."""
-        shape, axis, size = tuple(self.values[constant].shape), self.axis(read), self.sketch.nodes[read].size
-        wide = (1,) * (len(size) + 2 - len(shape)) + shape
-        sides = (*wide[1:axis], *wide[axis + 1 :])
-        plain = len(wide) == len(size) + 2 and wide[0] == 1 and wide[axis] in (1, self.channels(read))
-        found = constant_of(self, node, constant) if plain and fits(sides, size) else None
-        if found is None:
-            return None
-        pixels = sides if any(side > 1 for side in sides) else ()
-        held, path = found
-        whole = (1,) * (len(wide) - held.dim()) + tuple(held.shape) == wide and wide[axis] == self.channels(read)
-        if pixels and isinstance(held, nn.Parameter) and not whole:
-            return None
-        return held if not pixels or isinstance(held, nn.Parameter) else held.reshape(wide), path, pixels
 
     def enter_numbers(
         self,
@@ -318,11 +309,19 @@ class Pen(Picking):
             at = only % self.values[source].dim()
             if self.reduced_parts(node, function, at, bool(given.get("keepdim")), source):
                 return
-        rank, axis = self.values[source].dim(), self.axis(self.read_of(node))
+        rank = self.values[source].dim()
+        if source in self.layouts and dims is not None and not {*given} - {"input", "dim", "keepdim"}:
+            over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
+            if self.reduced_everywhere(node, function, over, bool(given.get("keepdim"))):
+                return
+        axis = self.axis(self.read_of(node))
         listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else [axis]
         over = sorted(d % rank for d in listed)
+        if over == [axis] and not self.whole:
+            self.written_norm(node)
+            return
         if {*over} & {0, axis}:
-            self.refuse(node, "it mixes channels, so that early channels would depend on later ones")
+            self.refuse(node, MIXES)
         if axis == 1:
             self.pointwise(node, function)
         else:
@@ -330,6 +329,9 @@ class Pen(Picking):
 
     def pad(self, node: fx.Node) -> None:
         """Zeros around each image, or further channels of zeros."""
+        if node.all_input_nodes[0] in self.layouts:
+            self.pad_everywhere(node)
+            return
         read = self.read_of(node)
         given = self.given(node, "input", "pad", "mode", "value")
         sides, value = tuple(given["pad"]), given.get("value") or 0
@@ -374,8 +376,3 @@ def is_spatial(layer: nn.Module) -> bool:
     """Whether a module knows which dimensions are pixels, so that the channels must stand behind the batch."""
     word = spelled(layer.function) if isinstance(layer, Call) else type(layer).__name__
     return any(part in word.lower() for part in SPATIAL)
-
-
-def fits(sides: tuple[int, ...], size: tuple[int, ...]) -> bool:
-    """Whether numbers along some sides are one for all or one for each."""
-    return len(sides) == len(size) and all(side in (1, most) for side, most in zip(sides, size, strict=True))

@@ -153,7 +153,9 @@ class Reader(Pen):
             self.tensor_of.update(zip(name, self.values[node], strict=True))
 
     def enter_node(self, node: fx.Node) -> None:
-        if node.op == "call_module":
+        if node in self.written:
+            self.names |= {node: self.written[node]} if self.written[node] else {}
+        elif node.op == "call_module":
             self.enter_module(node, self.module.get_submodule(str(node.target)))
         elif node.target is operator.getitem and isinstance(self.names.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.names[node] = self.names[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -179,6 +181,8 @@ class Reader(Pen):
             self.multihead(node, layer)  # type: ignore[arg-type]
         elif kind in (nn.Flatten, nn.Unflatten):
             self.reshape(node)
+        elif kind is nn.Unfold:
+            self.unfold(node, layer)  # type: ignore[arg-type]
         elif kind is nn.GLU:
             self.glu(node, layer.dim)  # type: ignore[arg-type]
         elif kind is nn.ChannelShuffle:
@@ -264,6 +268,8 @@ class Reader(Pen):
             self.pad(node)
         elif base is torch.roll:
             self.roll(node)
+        elif base is torch.repeat_interleave:
+            self.repeat(node)
         elif base is torch.addcmul:
             self.addcmul(node)
         elif base is torch.zeros_like:

@@ -63,6 +63,19 @@ class Recorded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[str, Any, Any, Any]] = []
+        self.borrowed: dict[
+            str, tuple[list[Recorded], str]
+        ] = {}  # parameters that another piece holds (in a list: no child)
+
+    def borrow(self, name: str, lender: "Recorded", theirs: str) -> None:
+        """Use another piece's parameter instead of holding it: it has one place, and one gradient of all its uses."""
+        delattr(self, name)
+        self.borrowed[name] = ([lender], theirs)
+
+    def tensor(self, name: str) -> Tensor:
+        [lender], theirs = self.borrowed.get(name, ([self], name))
+        found: Tensor = getattr(lender, theirs)
+        return found
 
     def forward(self, *reads: Tensor) -> Tensor:
         made: list[Any] = []
@@ -73,7 +86,7 @@ class Recorded(nn.Module):
             if isinstance(value, Made):
                 return made[value.step]
             if isinstance(value, Held):
-                return getattr(self, value.name)
+                return self.tensor(value.name)
             if isinstance(value, Copy):
                 return known(value.of).clone()
             if isinstance(value, PerImage):
@@ -100,7 +113,7 @@ class Recorded(nn.Module):
     @property
     def place(self) -> torch.device:
         """Where its tensors are."""
-        held = (*self.parameters(), *self.buffers())
+        held = (*self.parameters(), *self.buffers(), *map(self.tensor, self.borrowed))
         return held[0].device if held else torch.device("cpu")
 
     def extra_repr(self) -> str:
@@ -139,6 +152,11 @@ class Recorder:
         if node.op != "get_attr":
             return self.step(node, larger)
         held = self.hold(str(node.target))
+        seen = self.trace.record.values.get(node)
+        if isinstance(seen, Tensor) and seen.shape != getattr(self.piece, held.name).shape:
+            raise Unknown(
+                f"it replaces its own tensor {node.target} while running; run the module on an image of this size first"
+            )
         return self.spread(held, node) if self.copies and self.trace.grows(str(node.target)) else held
 
     def spread(self, held: Held, node: fx.Node) -> Made:
@@ -196,7 +214,8 @@ class Recorder:
 
 def work(piece: Recorded, reads: list[Tensor]) -> int:
     """Multiply-accumulates of a piece for one image (of one that reads none, at all), by torch's own counter, without data."""
-    hollow = copy.deepcopy(piece, without_data(piece))
+    lenders = [lender for [lender], _ in piece.borrowed.values()]
+    hollow = copy.deepcopy(piece, {key: t for each in (piece, *lenders) for key, t in without_data(each).items()})
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         made = hollow.forward(*reads)
     assert tensors_of(made)

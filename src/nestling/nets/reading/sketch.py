@@ -16,7 +16,7 @@ from nestling.nets.ops.calls import spelled
 from nestling.nets.plan import Node
 from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.trace import BATCHES, Trace
-from nestling.nets.reading.watcher import path_of, place
+from nestling.nets.reading.watcher import path_of, place, shapes
 
 UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
 MIXED = "it makes {} of {}, which puts channels into one dimension with pixels or images"
@@ -52,6 +52,10 @@ class Page:
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
         self.layouts: dict[fx.Node, Arrangement] = {}  # of tensors that a plan has in another form
+        self.written: dict[fx.Node, str] = {}  # of norms that are written out, the node of each that ends; "" inside
+        self.covariances: dict[str, tuple[Arrangement, Arrangement, float]] = {}  # what their nodes are made of
+        self.lenders: dict[int, tuple[Any, str]] = {}  # of each parameter of a constant, the piece that holds it
+        self.tokens_in: dict[fx.Node, tuple[str, slice]] = {}  # tokens of the module's own, and where they were put
         self.parts: dict[
             fx.Node, tuple[tuple[int, Any], ...]
         ] = {}  # of what is split: along which dimension, and where
@@ -64,8 +68,13 @@ class Page:
 
     # --- words ----------------------------------------------------------------------------------------------------
 
-    def refuse(self, node: fx.Node, why: str) -> NoReturn:
-        mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
+    def refuse(self, node: fx.Node, why: str, here: bool = False) -> NoReturn:
+        """`here`: what is refused is this operation, however its tensors stand."""
+        mixed = (
+            None
+            if here
+            else next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
+        )
         while mixed is not None:  # whatever then reads it, that is where it was mixed
             node, why = mixed, MIXED.format(self.shape(mixed), self.shape(mixed.all_input_nodes[0]))
             mixed = next((n for n in node.all_input_nodes if n in self.layouts and self.layouts[n].is_mixed), None)
@@ -199,7 +208,8 @@ class Page:
         return self.sketch.nodes[name].op.axis
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(self.values[node].shape)
+        """Of what an operation gives; of several tensors, of the first."""
+        return shapes(self.values[node])[0]
 
     def channels(self, name: str) -> int:
         return self.sketch.nodes[name].channels

@@ -11,14 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from nestling.nets.ops import Flatten, Merge, Module, Operation, Rearrange, Select
-from nestling.nets.ops.calls import Call, Reshape
+from nestling.nets.ops.calls import Call, Patches, Repeat, Reshape
 from nestling.nets.plan import Node
-from nestling.nets.reading.layout import Arrangement
+from nestling.nets.reading.layout import Arrangement, Factor
 from nestling.nets.reading.sketch import MIXED, UNPLAIN, Page
 from nestling.nets.reading.trace import BATCHES
+from nestling.nets.reading.vocabulary import METHODS, RESHAPES
+
+MOVES_ON = {*RESHAPES, torch.permute, torch.transpose}
 
 
 class Mover(Page):
@@ -37,13 +40,18 @@ class Mover(Page):
             self.refuse(node, "it is taken as it was recorded")
         if layout is None:
             self.refuse(node, MIXED.format(*(self.shape(n) for n in (node, node.all_input_nodes[0]))))
-        if layout.is_mixed and layout.merged is not None:
+        if layout.is_mixed and layout.merged is not None and not self.moves_on(node):
             self.names[node] = self.merge(node, layout)
             return
         if layout.is_plain:
             self.names[node] = self.made(node, layout)[0]
         else:
             self.layouts[node] = layout
+
+    def moves_on(self, node: fx.Node) -> bool:
+        """Whether all that reads a tensor moves it again, so that channels and pixels may come apart."""
+        found = [METHODS.get(user.target, user.target) for user in node.users if user.op != "call_module"]
+        return len(found) == len(node.users) > 0 and all(each in MOVES_ON for each in found)
 
     def merge(self, node: fx.Node, layout: Arrangement) -> str:
         """Pixels and channels in one dimension: each pixel's are channels of their own."""
@@ -97,7 +105,7 @@ class Mover(Page):
                 node, f"it turns {self.values[source].dtype} into {self.values[node].dtype}; nest one type of number"
             )
         if shape == self.shape(source) and source in self.layouts:
-            self.layouts[node] = self.layouts[source]
+            self.place(node, self.layouts[source])
             return
         if shape == self.shape(source):
             self.names[node] = self.computed(node, source)
@@ -216,18 +224,105 @@ class Mover(Page):
 
     def cut_pixels(self, node: fx.Node, layout: Arrangement, pixels: Sequence[Any], old: tuple[int, ...]) -> None:
         """Some pixels of every channel, the same of all: [:, 0] of tokens, [..., 1:] of images."""
-        if not layout.is_plain:
-            self.refuse(node, UNPLAIN.format(old))
-        read, made = self.made(node, layout)
-        which = tuple(part for part in pixels if part is not None)
         if None in pixels:
             self.refuse(node, "it cuts pixels out and adds a dimension at once; do one after the other")
+        which = tuple(pixels)
+        if not layout.is_plain:
+            self.cut_everywhere(node, layout, which, old)
+            return
+        read, made = self.made(node, layout)
         axis, shape = made.axis, tuple(self.values[node].shape)
         gone = sum(isinstance(part, int) for part in which[:axis])
         name = self.name(node)
         self.sketch.layers[name] = Call(operator.getitem, 0, (None, which), {})
         size = tuple(side for d, side in enumerate(shape) if d not in (0, axis - gone))
         self.add(node, Node(name, Module(axis=axis - gone), (read,), (0,) * self.channels(read), size))
+
+    def unfold(self, node: fx.Node, layer: nn.Unfold) -> None:
+        """Patches of each channel: their pixels stand behind it, in one dimension with it."""
+        read = self.read_of(node)
+        before, many = self.sketch.nodes[read], self.shape(node)[2]
+        if self.whole or before.op.axis != 1 or len(before.size) != 2:
+            self.refuse(node, f"it takes patches of {before.size} where channels stand at dimension {before.op.axis}")
+        count, name = self.shape(node)[1] // before.channels, self.name(node)
+        self.sketch.layers[name] = Patches(layer)
+        self.put(Node(name, Module(), (read,), before.births, (count, many)))
+        made = Arrangement.of(self.sketch.nodes[name], BATCHES[0])
+        self.layouts[node] = replace(made, dims=(made.dims[0], (*made.dims[1], *made.dims[2]), made.dims[3]))
+
+    def repeat(self, node: fx.Node) -> None:
+        """Each image several times, one behind the other: once for each of its windows."""
+        given = self.given(node, "input", "repeats", "dim")
+        source, count = node.all_input_nodes[0], given.get("repeats")
+        layout = self.layout_of(node, source)
+        if (
+            self.whole
+            or type(count) is not int
+            or given.get("dim") != 0
+            or [f.kind for f in layout.dims[0]] != ["batch"]
+        ):
+            self.refuse(node, "only images are repeated, each for its windows")
+        read, made = self.made(node, layout, "first")
+        before, name = self.sketch.nodes[read], self.fresh(self.inside(node, "repeated"))
+        self.sketch.layers[name] = Repeat(count)
+        self.put(Node(name, Module(), (read,), before.births, (count, *before.size)))
+        side = (Factor("pixel", count),) if count > 1 else ()
+        base, dims = (*made.base[:2], side, *made.base[2:]), ((*made.dims[0], *side), *made.dims[1:])
+        self.layouts_or_name(node, replace(made, name=name, base=base, dims=dims))
+
+    def cut_everywhere(self, node: fx.Node, layout: Arrangement, which: Sequence[Any], old: tuple[int, ...]) -> None:
+        """The same where heads or windows have dimensions of their own."""
+        for dim, part in reversed([*enumerate(which)]):
+            if part == slice(None):
+                continue
+            if not layout.holds(dim, "pixel"):
+                self.refuse(node, UNPLAIN.format(old))
+            taken = range(layout.shape[dim])[part]
+            first, last, step = (
+                (taken, taken + 1, 1) if isinstance(taken, int) else (taken.start, taken.stop, taken.step)
+            )
+            layout = self.sliced(node, layout, dim, slice(first, last, step))
+            if isinstance(taken, int):
+                layout = replace(layout, dims=(*layout.dims[:dim], *layout.dims[dim + 1 :]))
+        self.layouts_or_name(node, layout)
+
+    def sliced(self, node: fx.Node, layout: Arrangement, dim: int, part: slice) -> Arrangement:
+        """Some of the pixels along one dimension, which stays."""
+        read, made = self.made(node, layout.with_side(dim), "first")
+        at = made.base.index(made.dims[dim])
+        count = len(range(made.shape[dim])[part])
+        side = () if count == 1 else (Factor("pixel", count),)
+        name, source = self.fresh(self.inside(node, "cut")), self.sketch.nodes[read]
+        self.sketch.layers[name] = Call(operator.getitem, 0, (None, (*[slice(None)] * at, part)), {})
+        size = (*source.size[: at - 2], count, *source.size[at - 1 :])
+        self.put(Node(name, Module(), (read,), source.births, size))
+        base, dims = ((*each[:place], side, *each[place + 1 :]) for each, place in ((made.base, at), (made.dims, dim)))
+        return replace(made, name=name, base=base, dims=dims)
+
+    def reduced_everywhere(self, node: fx.Node, function: Any, dims: Sequence[int], keepdim: bool) -> bool:
+        """A mean, a sum or the like over pixels where heads or windows have dimensions; False if it is over something else."""
+        source = node.all_input_nodes[0]
+        layout = self.layout_of(node, source)
+        if self.whole or not all(layout.holds(dim, "pixel") for dim in dims):
+            return False
+        for dim in dims:
+            layout = layout.with_side(dim)
+        read, made = self.made(node, layout, "first")
+        places = [made.base.index(made.dims[dim]) for dim in dims]
+        name, before = self.fresh(self.inside(node, "reduced")), self.sketch.nodes[read]
+        self.sketch.layers[name] = Call(function, 0, (None, tuple(places)), {"keepdim": True})
+        size = tuple(1 if side + 2 in places else each for side, each in enumerate(before.size))
+        self.put(Node(name, Module(), (read,), before.births, size))
+        base = tuple(() if place in places else dim for place, dim in enumerate(made.base))
+        left = [() if d in dims else dim for d, dim in enumerate(made.dims) if keepdim or d not in dims]
+        self.layouts_or_name(node, replace(made, name=name, base=base, dims=tuple(left)))
+        return True
+
+    def layouts_or_name(self, node: fx.Node, layout: Arrangement) -> None:
+        if layout.is_plain and tuple(self.values[node].shape) == layout.shape:
+            self.names[node] = self.made(node, layout)[0]
+        else:
+            self.layouts[node] = layout
 
     def reduced(self, node: fx.Node, function: Any, dims: list[int], options: dict[str, Any]) -> None:
         """A mean, a sum or the like over pixels of tokens: of each channel, its pixels behind it."""

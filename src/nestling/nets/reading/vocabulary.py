@@ -15,6 +15,7 @@ from nestling.nets.ops import OPS, Operation
 from nestling.nets.ops.calls import Function
 from nestling.nets.ops.groupnorm import ACROSS
 from nestling.nets.ops.weighted_op import WeightedOp
+from nestling.nets.reading.watcher import put_at
 
 CHANNELWISE: set[type[nn.Module]] = {
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
@@ -78,7 +79,7 @@ DROPOUTS: dict[Function, type[nn.Module]] = {
 # Methods of tensors, as the functions they stand for.
 METHODS: dict[Any, Function] = {
     "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "clamp": torch.clamp, "abs": torch.abs,
-    "exp": torch.exp, "sqrt": torch.sqrt, "square": torch.square, "neg": torch.neg, "pow": torch.pow,
+    "exp": torch.exp, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "square": torch.square, "neg": torch.neg, "pow": torch.pow,
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "relu_": torch.relu_, "sigmoid_": torch.sigmoid_, "tanh_": torch.tanh_, "clamp_": torch.clamp_,
     "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul, "div_": operator.itruediv,
@@ -122,5 +123,6 @@ REASONS: dict[Any, str] = {
     **dict.fromkeys((torch.rand, torch.randn, torch.rand_like, torch.bernoulli, torch.empty, nn.RReLU), RANDOM),
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
     **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),
+    put_at: "it puts numbers into a part of a tensor (x[...] = y), which only nestling.exits follows",
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
 }

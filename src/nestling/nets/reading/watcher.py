@@ -39,6 +39,12 @@ class Seen(fx.Proxy):
     def __len__(self) -> int:
         return len(self.value)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """x[index] = value: from here on it is the tensor with that in its place."""
+        made = self.tracer.create_proxy("call_function", put_at, (self, index, value), {})
+        self.tracer.overwritten(self.node, made.node)
+        self.node = made.node
+
 
 class Watcher(fx.Tracer):
     """torch.fx's tracer, running every operation as it records it."""
@@ -51,6 +57,7 @@ class Watcher(fx.Tracer):
         self.values: dict[fx.Node, Any] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # what an operation overwrites of what it reads
         self.made: list[str] = []  # tensors of numbers that were made of nothing, in their order
+        self.stale: set[fx.Node] = set()  # what shares memory with a tensor of which a part was put
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m).__name__ in DROP_PATHS or super().is_leaf_module(m, module_qualified_name)
@@ -103,8 +110,26 @@ class Watcher(fx.Tracer):
             self.made.append(name)
         return made
 
+    def overwritten(self, old: fx.Node, new: fx.Node) -> None:
+        """Views of what a part was put into would show it too: whoever reads them from now on is refused."""
+        memory = storages(self.values[old])
+        views = {node for node, value in self.values.items() if storages(value) & memory and node is not new}
+        if any(node.op in ("get_attr", "placeholder") for node in views):
+            where = place(self.root.get_submodule("module"), new)
+            raise NestlingError(
+                f"{self.net}: cannot nest {where}: it overwrites a part (x[...] = y) of the image or of a tensor of its own, "
+                "which would be another one in the next run."
+            )
+        self.stale |= views
+
     def run(self, node: fx.Node) -> Any:
         read = node.all_input_nodes
+        if any(n in self.stale for n in read):
+            where = place(self.root.get_submodule("module"), node)
+            raise NestlingError(
+                f"{self.net}: cannot nest {where}: it reads a tensor of which a part was overwritten (x[...] = y) by another "
+                "name or through a view; use a form that does not overwrite."
+            )
         before = [version(self.values[n]) for n in read]
         self.running = True
         try:
@@ -164,6 +189,13 @@ def plain_variables() -> Iterator[None]:
         del Variable.__new__  # torch's own is that of its parent
 
 
+def put_at(x: Tensor, index: Any, value: Tensor | float) -> Tensor:
+    """A tensor with another value in some of its places."""
+    made = x.clone()
+    made[index] = value
+    return made
+
+
 def reason(error: Exception, image: Tensor) -> str:
     """Why a module could not be run on images without data."""
     words = str(error).rstrip(".")
@@ -188,7 +220,8 @@ def place(module: nn.Module, node: fx.Node) -> str:
 
 def is_somebodys(function: Any) -> bool:
     """Whether a function is written in Python, and not by torch."""
-    return isinstance(function, FunctionType) and function.__module__.partition(".")[0] != "torch"
+    theirs = isinstance(function, FunctionType) and function.__module__.partition(".")[0] != "torch"
+    return theirs and function is not put_at
 
 
 def path_of(node: fx.Node) -> str:
