@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from test_serve_clients import NAME, infer_json
+from test_sweep import wait_until
 
 from nestling.runs.folder import SHIPPED
 
@@ -166,8 +167,7 @@ def test_killed_and_restarted_clients_that_ask_again_lose_nothing(start: Callabl
     clients = [threading.Thread(target=client, args=(30,)) for _ in range(3)]
     for each in clients:
         each.start()
-    while len(answered) < 10:
-        time.sleep(0.01)
+    wait_until(lambda: len(answered) >= 10, first.process)
     first.process.kill()
     first.process.wait()
     start(NAME, "--port", port)
@@ -193,8 +193,7 @@ def test_sigterm_under_load_answers_everybody_and_ends_within_the_longest_deadli
     clients = [threading.Thread(target=client) for _ in range(8)]
     for each in clients:
         each.start()
-    while len(answered) < 20:
-        time.sleep(0.01)
+    wait_until(lambda: len(answered) >= 20, server.process)
     assert server.end() == 0
     for each in clients:
         each.join(60)
@@ -249,8 +248,7 @@ def test_sigterm_ends_within_the_longest_deadline_whoever_is_slow(start: Callabl
     clients = [threading.Thread(target=client) for _ in range(3)]
     for each in clients:
         each.start()
-    while len(answered) < 5:
-        time.sleep(0.01)
+    wait_until(lambda: len(answered) >= 5, server.process)
     assert server.end() == 0
     asking.set()
     for each in clients:
