@@ -275,7 +275,7 @@ def test_a_table_by_hand() -> None:
     ]  # fmt: skip
     assert cell_texts(table, "osgd") == [
         ("osgd", "", "n = 1, 200 epochs"), ("9.00", "▼", "paper 12.3±0.1"), ("–", "", "paper 8.9±0.2"),
-        ("6.20", "± 0.28 ▼", "paper 7.3±0.3"),
+        ("6.20", "±\u00a00.28 ▼", "paper 7.3±0.3"),
     ]  # fmt: skip
     assert cell_texts(table, "greedy")[1:] == [
         ("–", "", "paper 10.2±0.1"), ("–", "", "paper 9.9±0.2"), ("–", "", "paper 9.2±0.2"),

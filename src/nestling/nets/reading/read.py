@@ -268,8 +268,8 @@ class Reader(Pen):
             self.pad(node)
         elif base is torch.roll:
             self.roll(node)
-        elif base is torch.repeat_interleave:
-            self.repeat(node)
+        elif base is torch.repeat_interleave and self.given(node, "input", "repeats", "dim").get("dim") == 0:
+            self.repeat_images(node)
         elif base is torch.addcmul:
             self.addcmul(node)
         elif base is torch.zeros_like:

@@ -250,7 +250,7 @@ class Mover(Page):
         made = Arrangement.of(self.sketch.nodes[name], BATCHES[0])
         self.layouts[node] = replace(made, dims=(made.dims[0], (*made.dims[1], *made.dims[2]), made.dims[3]))
 
-    def repeat(self, node: fx.Node) -> None:
+    def repeat_images(self, node: fx.Node) -> None:
         """Each image several times, one behind the other: once for each of its windows."""
         given = self.given(node, "input", "repeats", "dim")
         source, count = node.all_input_nodes[0], given.get("repeats")
@@ -258,7 +258,6 @@ class Mover(Page):
         if (
             self.whole
             or type(count) is not int
-            or given.get("dim") != 0
             or [f.kind for f in layout.dims[0]] != ["batch"]
         ):
             self.refuse(node, "only images are repeated, each for its windows")
