@@ -255,11 +255,7 @@ class Mover(Page):
         given = self.given(node, "input", "repeats", "dim")
         source, count = node.all_input_nodes[0], given.get("repeats")
         layout = self.layout_of(node, source)
-        if (
-            self.whole
-            or type(count) is not int
-            or [f.kind for f in layout.dims[0]] != ["batch"]
-        ):
+        if self.whole or type(count) is not int or [f.kind for f in layout.dims[0]] != ["batch"]:
             self.refuse(node, "only images are repeated, each for its windows")
         read, made = self.made(node, layout, "first")
         before, name = self.sketch.nodes[read], self.fresh(self.inside(node, "repeated"))
