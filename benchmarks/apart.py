@@ -26,7 +26,7 @@ class Handle:
 class EngineApart:
     """Runs the stages of a network by its name. For one thread at a time."""
 
-    most, stops, jumps, beside = 0, True, False, False
+    most, stops, jumps = 0, True, False
 
     def __init__(self, source: str) -> None:
         spawn = multiprocessing.get_context("spawn")

@@ -174,7 +174,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Nothing:
-    name, stages, row_bytes, most, stops, jumps, beside = "nothing", 2, 1, 0, True, False, False
+    name, stages, row_bytes, most, stops, jumps = "nothing", 2, 1, 0, True, False
 
     def start(self, x: Floats) -> None: ...
 

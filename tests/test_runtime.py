@@ -55,7 +55,7 @@ class Timed:
     row_bytes = 1000
     most = 0
     stops = True
-    jumps = beside = False
+    jumps = False
 
     def __init__(self, seconds: Sequence[float], classes: int = 5) -> None:
         self.seconds, self.classes = list(seconds), classes
@@ -539,7 +539,7 @@ def test_works_given_up_do_not_pile_up_while_there_is_always_other_work() -> Non
     with runtime:
         for _ in range(60):
             pending = [runtime.ask(image(), deadline=0.01) for _ in range(3)]
-            assert len(runtime.worker.turns.late) <= 6
+            assert len(runtime.worker.late) <= 6
             for each in pending:
                 each.result()
 
@@ -695,15 +695,13 @@ def test_states_go_with_their_answers() -> None:
     runtime, _ = timed(0.0, 0.02)
     with runtime:
         answer = runtime.answer(image(), deadline=0.01)
-        [work] = [each() for each, _ in runtime.worker.turns.parked] if runtime.worker.turns.parked else [None]
+        [work] = [each() for each, _ in runtime.worker.parked] if runtime.worker.parked else [None]
         if work is not None:
             assert work.state is not None
             del work
         del answer
         runtime.answer(image(), deadline=1.0)
-        assert (
-            sum(each() is not None for each, _ in runtime.worker.turns.parked) == 0
-        )  # freed without the cycle collector
+        assert sum(each() is not None for each, _ in runtime.worker.parked) == 0  # freed without the cycle collector
 
 
 def test_closing_ends_the_thread_and_wakes_the_waiting() -> None:
@@ -1274,7 +1272,6 @@ def test_what_describes_no_network_is_refused(change: dict[str, Any]) -> None:
         (np.zeros((1, 8, 8), np.uint8), r"spec=nestling.Spec\(..., mean=..., std=...\)"),
         (np.full((1, 8, 8), np.nan, np.float32), "not numbers"),
         (np.array([np.zeros((1, 8, 8)), np.full((1, 8, 8), np.inf)], np.float32), "image 1"),
-        (np.array([np.zeros((1, 8, 8)), np.full((1, 8, 8), -np.inf)], np.float32), "image 1"),
         ([[0.0]], "expected an array"),
         (torch.zeros(1, 8, 8, dtype=torch.float16), "float16"),
     ],

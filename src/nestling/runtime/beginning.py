@@ -34,17 +34,15 @@ class Beginnings:
     def best(self, left: float, price: float = 1.0) -> int:
         """The same, without being heard of; 1 if none can be in time. `price`: how many times worse late is than nothing."""
         late = price * self.errors[0]
-        best, least = 1, late
-        for stage in range(self.stages, 0, -1):
+        best, least = 1, late - ROUNDING
+        for stage in range(1, self.stages + 1):
             missed = sum(self.pace.overruns(stage, left, straight=True))
             if missed < 1:
                 after = left - self.pace.quantile(stage, 0.5, straight=True)
                 worth = min(self.errors[stage], self.going(stage, after, late))
                 expected = (1 - missed) * worth + missed * late
-                if expected < least - ROUNDING:  # of equals the largest: it is done sooner than one by one
+                if expected <= least + ROUNDING:  # of equals the largest: it is done sooner than one by one
                     best, least = stage, expected
-                if expected <= min(self.errors[1 : stage + 1]):  # who begins with less can have no less in the end
-                    break
         return best
 
     def goes_on(self, stage: int, left: float, price: float = 1.0) -> bool:

@@ -292,11 +292,8 @@ class Anytime:
 
     def _warn_of_seconds(self, limit: float, depth: int) -> None:
         """Once, where a deadline is so long that milliseconds may have been meant; to whom called so many calls above."""
-        if self._warned or limit == inf:
-            return
-        base = self.pace.base
-        full = sum(base)
-        if not full * FAR_TOO_LONG < limit or not all(base):  # 0: not known yet
+        full = sum(self.pace.base)
+        if self._warned or not full * FAR_TOO_LONG < limit < inf or not all(self.pace.base):  # 0: not known yet
             return
         self._warned = True
         warnings.warn(

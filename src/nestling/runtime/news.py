@@ -4,7 +4,6 @@ In: images and the logits of the stage they have in common now. Out: nothing; im
 """
 
 from collections.abc import Sequence
-from math import isfinite
 
 import numpy as np
 
@@ -16,14 +15,14 @@ from nestling.runtime.work import ImageWork, News
 
 def publish(images: Sequence[ImageWork], stage: int, last: bool, logits: Floats, now: float, recent: Recent) -> None:
     """What a stage answered, to everybody who has not more already; a question that is over is remembered."""
+    numbers = np.isfinite(logits.reshape(len(logits), -1).max(axis=1))
     sure = None
     if not last and any(image.thresholds for image in images):
-        with np.errstate(invalid="ignore"):  # who is not a number is not sure
-            sure = softmax(logits).max(axis=1)
+        sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)
     for index, image in enumerate(images):
         if image.final or stage <= image.best[0]:
             continue  # an earlier stage again, after its state had to go
-        if not isfinite(logits[index].item(logits[index].argmax())):  # the first NaN, if there is one
+        if not numbers[index]:
             image.fail(ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image"))
             continue
         image.best = (stage, logits[index])

@@ -34,8 +34,7 @@ class Pace:
         learnt from what is observed."""
         self.steps = [Timing(latency) for latency in latencies or [0.0] * stages]
         self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
-        # Whether others wanted the processor when the question came that is answered now; None: it does not matter to it.
-        self.crowded: bool | None = False
+        self.crowded = False  # whether others wanted the processor when the question came that is answered now
         self.waits = {False: Waits(), True: Waits()}
         self.slowdown = 1.0  # as profiled; 2.0 = everything takes twice as long
         self._log = self._log_drag = 0.0
@@ -59,7 +58,7 @@ class Pace:
         latency -= wait[0]
         if latency <= 0:
             return
-        if images == 1 and self.crowded is not None:
+        if images == 1:
             self.waits[self.crowded].add(latency, *wait)
         timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
         if images != 1:
@@ -80,7 +79,7 @@ class Pace:
     def gave_up(self, stage: int, after: float, straight: bool = False, wait: Wait = CALM) -> None:
         """A stage on one image was ended after so long. Where that is news, it counts as half as long again."""
         worked = after - wait[0]
-        self.waits[bool(self.crowded)].add(worked, *wait)
+        self.waits[self.crowded].add(worked, *wait)
         recent, predicted = self.timing(stage, straight).recent, self.predict(stage, straight=straight)
         if predicted and worked > predicted * recent.quantile(0.5):
             recent.add(LONGER * after / predicted)
@@ -107,7 +106,7 @@ class Pace:
         """The chances that a stage on one image is not done in time: by its own work, and because it is interrupted."""
         timing, waits, predicted = (
             self.timing(stage, straight),
-            self.waits[bool(self.crowded)],
+            self.waits[self.crowded],
             self.predict(stage, straight=straight),
         )
         if not predicted:

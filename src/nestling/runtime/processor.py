@@ -7,11 +7,6 @@ is known: then a stage that was interrupted is a slow one. Knows nothing of stag
 import os
 import threading
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
-
 from nestling.runtime.descriptor import Descriptor
 
 PROCESSORS = os.cpu_count() or 1  # of the whole machine, as its load is
@@ -47,17 +42,14 @@ class Processor:
         return len(words) > 3 and int(words[3].partition(b"/")[0]) > PROCESSORS
 
     def waited(self) -> tuple[float, int]:
-        """Seconds that this thread has been ready to run so far while others ran, and how many times it was let in. Who has kept
-        the processor since the last time knows without reading."""
-        own, now = self.own, switches()
-        if now < 0 or getattr(own, "switches", -1) != now:
-            own.switches = now
-            if not hasattr(own, "times"):
-                own.times = Numbers("/proc/thread-self/schedstat")  # nanoseconds running, waiting; times let in
-            words = own.times.read()
-            own.waited = (int(words[1]) * NANOSECONDS, int(words[2])) if len(words) > 2 else (0.0, 0)
-        found: tuple[float, int] = own.waited
-        return found
+        """Seconds that this thread has been ready to run so far while others ran, and how many times it was let in."""
+        times = getattr(self.own, "times", None)
+        if times is None:
+            times = self.own.times = Numbers(
+                "/proc/thread-self/schedstat"
+            )  # nanoseconds running, waiting; times let in
+        words = times.read()
+        return (int(words[1]) * NANOSECONDS, int(words[2])) if len(words) > 2 else (0.0, 0)
 
     def since(self, before: tuple[float, int]) -> tuple[float, int]:
         """The same, after something else."""
@@ -67,11 +59,3 @@ class Processor:
     def close(self) -> None:
         """Let the files go. Who reads one meanwhile keeps it until then."""
         self.load, self.own = Numbers(""), threading.local()
-
-
-def switches() -> int:
-    """How many times this thread has left the processor so far; -1 if nobody tells."""
-    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
-        return -1
-    used = resource.getrusage(resource.RUSAGE_THREAD)
-    return used.ru_nvcsw + used.ru_nivcsw

@@ -1,13 +1,18 @@
 """The worker: decides which stage is run next, and runs it in the caller's thread or in one of its own.
 
 In: works, groups of images that have the same stages behind them. A caller who finds nobody else runs the stages of its image
-itself, as long as they are in time (`run_here`). Otherwise the thread does, in the order of turns.py, and a second one runs
-first stages beside it where the engine allows that. A stage that runs although its time is up ends at the next layer once
-others come. Callers of the threads never wait for a stage: they look at `image.best` when their time is up.
+itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has least goes first, everybody gets stage
+1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
+wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept for
+later, the newest `keep` of them. Callers of the thread never wait for a stage: they look at `image.best` when their time is up.
 """
 
+import heapq
+import itertools
 import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
@@ -22,11 +27,10 @@ from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
-from nestling.runtime.second import SecondThread
-from nestling.runtime.turns import Turns
 from nestling.runtime.work import ImageWork, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
+COMPACT = 0.75  # a batch is cut down when at most this share of it still has time: cutting copies the state
 
 
 class Worker:
@@ -42,7 +46,7 @@ class Worker:
         beginnings: Beginnings | None = None,
     ) -> None:
         """`prepare`: images as they were given, and the number of the first, to what the engine takes."""
-        self.engine, self.pace, self.clock = engine, pace, clock
+        self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
         self.prepare = prepare or (lambda x, first: x)
         self.beginnings = beginnings or Beginnings(pace)
         self.engine_lock = (
@@ -54,16 +58,18 @@ class Worker:
         self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
-        self.turns = Turns(pace, keep, clock, self.recent)  # under the lock
         self.bell = Bell()  # there is something to do; rung without the lock
+        self.fresh: list[tuple[float, int, Work]] = []  # heaps: without any stage yet, by deadline
+        self.begun: list[tuple[int, float, int, Work]] = []  # by stages done, then deadline
+        self.late: list[tuple[float, int, Work]] = []  # given up while others waited; tried again when nobody does
+        self.order = itertools.count()
+        self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
+        self.parked_images = self.begun_images = 0
         self.running: Work | None = None
-        self.aside: Work | None = None  # what runs beside it
-        self.room: Work | None = None  # what had to stop although it has time, so that others get a first stage
         self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
         self.closing = False
         self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
         self.thread.start()
-        self.second = SecondThread(self.first_beside) if engine.beside else None
 
     # --- called by anybody ---------------------------------------------------------------------------------------
 
@@ -83,28 +89,22 @@ class Worker:
                     remember(image, now, self.recent)
                 work.rest()
                 return
-            self.turns.push(work)
+            self.push(work)
             running = self.running
-            crowd = running is not None or len(self.turns.fresh) > 1
-            if running is not None and self.keeps_out(work):
-                self.room = running
-            if running is not None and (running is self.room or running.deadline() <= self.clock()):
+            if running is not None and (running.deadline() <= self.clock() or self.keeps_out(work)):
                 running.stop.set()
         self.bell.ring()
-        if crowd and self.second is not None:
-            self.second.ring()
 
     def keeps_out(self, work: Work) -> bool:
         """Whether a later stage, or D_s at once, takes so long that those who came meanwhile could not all have a first one."""
         by = min(work.deadline(), *(image.due for image in work.images))
-        return not work.done and self.busy_until + len(self.turns.fresh) * self.pace.quantile(1, USUAL) > by
+        return not work.done and self.busy_until + len(self.fresh) * self.pace.quantile(1, USUAL) > by
 
     def make_room(self) -> None:
         """Raise Abandoned where a stage that is about to begin would keep out somebody who came just now."""
-        if self.turns.fresh:
+        if self.fresh:
             with self.lock:
-                if self.turns.fresh and self.keeps_out(self.turns.fresh[0][-1]):
-                    self.room = self.running
+                if self.fresh and self.keeps_out(self.fresh[0][-1]):
                     raise Abandoned
 
     def resume(self, image: ImageWork, deadline: float) -> Work | None:
@@ -123,7 +123,7 @@ class Worker:
         machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
         ends that was just asked for again, and is begun anew."""
         running = self.running
-        costs = bool(self.turns.fresh or self.turns.begun) or self.pace.drag > BUSY
+        costs = bool(self.fresh or self.begun) or self.pace.drag > BUSY
         if running is not None and costs and running.deadline() <= self.clock():
             running.stop.set()
 
@@ -144,12 +144,9 @@ class Worker:
             if self.closing:
                 return
             self.closing = True
-            for work in (self.running, self.aside):
-                if work is not None:
-                    work.stop.set()
+            if self.running is not None:
+                self.running.stop.set()
         self.bell.ring()
-        if self.second is not None:
-            self.second.close()
         if self.thread is not threading.current_thread():
             self.thread.join()
         self.guard.close()
@@ -169,9 +166,8 @@ class Worker:
             return False
         turn = True
         try:
-            if not (self.turns or self.closing):
+            if not (self.fresh or self.begun or self.late or self.closing):
                 self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
-                self.room = None
                 turn = self.stages_here(image, work, promise)
             else:
                 turn = self.closing
@@ -185,7 +181,7 @@ class Worker:
                     if image.final:
                         work.forget()
                     else:
-                        self.turns.park(work)
+                        self.park(work)
         if not turn:
             self.leave(image, work, promise, due)
         return turn
@@ -200,9 +196,9 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        pace.crowded = self.processor.crowded() if image.deadline < inf else None
+        pace.crowded = self.processor.crowded()
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
-            if self.turns.fresh or self.turns.begun:
+            if self.fresh or self.begun:
                 return False
             early, price = (0.0, 1.0) if soon else (promise.early.value, promise.price.value)
             stage, first = self.next_stage(work, left - early, price), not image.best[0]
@@ -228,11 +224,12 @@ class Worker:
             done = self.advance(work, stage)
             self.guard.off()
             image.waited += self.wait[0]
-            if not done and self.room is not work:
-                pace.gave_up(stage, self.clock() - began, straight, self.wait)
+            if not done and self.fresh and image.deadline > self.clock():  # stage 1 for everybody first
+                return image.final
             if not done:
+                pace.gave_up(stage, self.clock() - began, straight, self.wait)
                 break
-        return image.final or self.room is not work or image.deadline <= self.clock()
+        return True
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
@@ -240,7 +237,72 @@ class Worker:
             return work.done + 1
         return self.engine.stages if left == inf else self.beginnings.first(left, price)
 
-    # --- the threads ---------------------------------------------------------------------------------------------
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def push(self, work: Work) -> None:
+        work.queued = True
+        if work.done:
+            heapq.heappush(self.begun, (work.done, work.deadline(), next(self.order), work))
+            self.begun_images += len(work.images)
+        else:
+            heapq.heappush(self.fresh, (work.deadline(), next(self.order), work))
+
+    def pop(self) -> Work | None:
+        """The next work in turn, whether or not it still has time."""
+        # New images wait when the states of begun ones already fill the memory.
+        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].images) > self.keep
+        work: Work | None = None
+        if self.fresh and not full:
+            work = heapq.heappop(self.fresh)[-1]
+        elif self.begun:
+            work = heapq.heappop(self.begun)[-1]
+            self.begun_images -= len(work.images)
+        elif self.late:
+            work = heapq.heappop(self.late)[-1]
+        if work is not None:
+            work.queued = False
+        return work
+
+    def choose(self) -> Work | None:
+        """The work to run now; those that have no time left are put aside."""
+        while self.late and self.late[0][0] <= self.clock():  # they must not pile up while there is always other work
+            expired = heapq.heappop(self.late)[-1]
+            expired.queued = False
+            if expired.deadline() > self.clock():  # somebody asked for more meanwhile
+                self.push(expired)
+            else:
+                self.park(expired)
+        while (work := self.pop()) is not None:
+            now, others = self.clock(), bool(self.fresh or self.begun)
+            alive = [place for place, image in enumerate(work.images) if image.deadline > now and not image.final]
+            if not alive:
+                self.park(work)
+            elif others and now + self.pace.predict(work.done + 1, len(alive)) > work.deadline():
+                work.queued = True
+                heapq.heappush(self.late, (work.deadline(), next(self.order), work))
+            elif len(alive) <= COMPACT * len(work.images):
+                idle, work = work, work.part(alive)
+                self.park(idle)
+                return work
+            else:
+                return work
+        return None
+
+    def park(self, work: Work) -> None:
+        """Keep a work for later; of those that were kept before, let the oldest states go if there are too many."""
+        for image in work.images:
+            remember(image, self.clock(), self.recent)
+        if work.rest() and work.state is not None:
+            self.parked.append((weakref.ref(work), len(work.x)))
+            self.parked_images += len(work.x)
+        while self.parked_images > self.keep:
+            reference, count = self.parked.popleft()
+            self.parked_images -= count
+            old = reference()
+            if old is not None and not (old.queued or old.running):
+                old.forget()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
 
     def live(self) -> None:
         """The thread: stage after stage until the end, and then nobody is left waiting."""
@@ -250,21 +312,25 @@ class Worker:
         finally:
             with self.lock:
                 self.closing = True
-                left = self.turns.clear()
+                left = [entry[-1] for heap in (self.fresh, self.begun, self.late) for entry in heap]
                 left += [self.running] if self.running is not None else []
+                for heap in (self.fresh, self.begun, self.late, self.parked):
+                    heap.clear()
             for work in left:
-                dismiss(work)
+                for image in work.images:
+                    image.tell(None)
+                work.rest()
 
     def turn(self) -> bool:
         """Wait for work and do the next stages of it; False when it is time to go."""
-        if not (self.turns or self.closing):
+        if not (self.fresh or self.begun or self.late or self.closing):
             self.bell.wait(inf)
             return True
         with self.engine_lock:
             with self.lock:
                 if self.closing:
                     return False
-                work = self.turns.choose()
+                work = self.choose()
                 if work is None:
                     return True
                 self.running, work.running, work.stop = work, True, Stop()
@@ -275,61 +341,36 @@ class Worker:
                 if self.closing:
                     return False
                 self.running = None
-                self.put_back(work)
+                if all(image.final for image in work.images):
+                    work.forget()
+                else:
+                    self.push(work)
         return True
-
-    def first_beside(self) -> bool:
-        """Run a first stage while others have the engine; False if nobody waits for one. Paces are learnt from those alone."""
-        with self.lock:
-            work = None if self.closing else self.turns.choose(first=True)
-            if work is None:
-                return False
-            self.aside, work.running, work.stop = work, True, Stop()
-        try:
-            self.ready(work)
-            logits, work.state = self.engine.step(1, work.state, work.stop)
-            work.done = 1
-            publish(work.images, 1, self.engine.stages == 1, logits, self.clock(), self.recent)
-        except Abandoned:
-            pass
-        except Exception as error:
-            for image in work.images:
-                image.fail(error)
-        with self.lock:
-            self.aside, work.running, closing = None, False, self.closing
-            if not closing:
-                self.put_back(work)
-        if closing:
-            dismiss(work)
-        self.bell.ring()
-        return True
-
-    def put_back(self, work: Work) -> None:
-        """A work had its turn; under the lock."""
-        if all(image.final for image in work.images):
-            work.forget()
-        else:
-            self.turns.push(work)
 
     def alone(self, work: Work) -> bool:
         """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
         without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
         short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
-        if len(work.images) > 1 or self.turns or self.closing or work.stop.asked:
+        if len(work.images) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
             return False
         image = work.images[0]
         return not image.final and image.deadline > self.clock()
 
     def stage_in_turn(self, work: Work) -> int:
         """Stage by stage, so that everybody gets something soon, unless nobody here has a deadline."""
-        endless = all(image.deadline == inf for image in work.images) and not (self.turns.fresh or self.turns.begun)
+        endless = all(image.deadline == inf for image in work.images) and not (self.fresh or self.begun)
         return self.next_stage(work, inf) if endless else work.done + 1
 
     def advance(self, work: Work, stage: int) -> bool:
         """One stage of one work, and the news of it; False if it came to nothing."""
         straight = stage > work.done + 1
         try:
-            self.ready(work)
+            if work.state is None:
+                given: Any = work.x if work.first is None else self.prepare(work.x, work.first)
+                work.state = self.engine.start(given)
+            elif work.pick is not None:
+                work.state = self.engine.take(work.state, work.pick)
+            work.pick = None
             began, before = self.clock(), self.processor.waited()
             if stage > 1:
                 self.busy_until = began + self.pace.predict(stage, len(work.images), straight)
@@ -352,22 +393,6 @@ class Worker:
         publish(work.images, stage, stage == self.engine.stages, logits, now, self.recent)
         return True
 
-    def ready(self, work: Work) -> None:
-        """The state that a work goes on from."""
-        if work.state is None:
-            given: Any = work.x if work.first is None else self.prepare(work.x, work.first)
-            work.state = self.engine.start(given)
-        elif work.pick is not None:
-            work.state = self.engine.take(work.state, work.pick)
-        work.pick = None
-
     def waited(self, before: Wait) -> Wait:
         """For a processor, since then. An engine that cannot be stopped works elsewhere: this thread only waits for it."""
         return self.processor.since(before) if self.engine.stops else CALM
-
-
-def dismiss(work: Work) -> None:
-    """Tell whoever waits that nothing more will come."""
-    for image in work.images:
-        image.tell(None)
-    work.rest()

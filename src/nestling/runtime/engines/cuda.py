@@ -28,7 +28,7 @@ class GraphEngine:
     """Runs stages as CUDA graphs."""
 
     name = "cuda graphs"
-    stops = jumps = beside = False
+    stops = jumps = False
 
     def __init__(
         self,

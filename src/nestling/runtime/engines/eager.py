@@ -49,7 +49,7 @@ class EagerEngine:
     name = "torch eager"
     most = 0
     stops = True
-    jumps = beside = False
+    jumps = False
 
     def __init__(
         self,

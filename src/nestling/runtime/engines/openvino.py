@@ -23,7 +23,7 @@ class OpenVinoEngine:
 
     most = 0
     stops = True
-    jumps = beside = False
+    jumps = False
 
     def __init__(self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], threads: int = 1) -> None:
         """`shapes` are those of the values between stages, without the batch. threads=0: all cores."""
