@@ -10,7 +10,7 @@ def entry() -> None:
     """Run the command line, or say in one line what it lacks here, and exit."""
     CtrlC.listen()
     # Threads of torch's that wait for one another sleep, where by default they spin: beside other programs a training
-    # took ten times as long by that. Before torch is imported, and unless it has been chosen otherwise.
+    # took at least three times as long by that. Before torch is imported, and unless it has been chosen otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from nestling.commands.cli import main
