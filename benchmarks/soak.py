@@ -90,9 +90,11 @@ class Soaked(Clients):
         status, said = await self.post(asked(self.shape), "Accept: text/event-stream\r\n")
         return f"{status}, {said.count(b'data: ')} stages"
 
-    async def ask_refine(self, image: int) -> int:
+    async def ask_refine(self, image: int) -> int | str:
         _, said = await self.post(asked(self.shape, refine=True, prior=True, timeout=1))
         token = json.loads(said)["parameters"].get("refine")
+        if not token:
+            return "nothing: final at once"
         return (await self.post(json.dumps({"parameters": {"refine": token}}).encode()))[0]
 
     async def post(self, body: bytes, more: str = "") -> tuple[int, bytes]:
