@@ -3,8 +3,8 @@
     python benchmarks/sweep.py                            a table, and results/sweep.csv; rows that are there are kept
     python benchmarks/sweep.py --list                     which families there are: results/sweep-families.csv
     python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
-    python benchmarks/sweep.py --again dpn68,fishnet99    these models once more, whose rows are replaced
-    python benchmarks/sweep.py --kind conv --minutes 30   one kind; stop after so long; call it again to go on
+    python benchmarks/sweep.py --again dpn68,fishnet99    these models once more; all: all but rows of this very commit
+    python benchmarks/sweep.py --workers 8 --minutes 30   eight models at a time; stop after so long; call it again to go on
     python benchmarks/sweep.py --read                     whether those without a row are read; seconds each, no file is written
     python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
 
@@ -17,13 +17,19 @@ import argparse
 import csv
 import importlib.metadata
 import importlib.util
+import io
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nestling
 from nestling.errors import NestlingError
+from nestling.files import write_atomically
 from nestling.nets.net import NestedNet
 from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import read, read_whole
@@ -50,7 +57,7 @@ LARGEST = 140_000_000  # parameters
 # words of small models, which are looked at first
 SMALL = ("tiny", "atto", "xxs", "nano", "pico", "femto", "mini", "small", "_xs", "_s", "_t", "_b0", "18", "20", "_w")
 # of pytorchcv: other data sets, and other tasks than one class for each picture
-NO_IMAGENET_NOR_CIFAR = (
+NO_IMAGENET_NOR_CIFAR: tuple[str, ...] = (
     "_cifar100",
     "_svhn",
     "_cub",
@@ -65,15 +72,16 @@ NO_IMAGENET_NOR_CIFAR += ("nvpattexp", "voca", "superpointnet", "pfpcnet", "prne
 RESULTS = Path(__file__).parent.parent / "results"
 FILE, FAMILIES = RESULTS / "sweep.csv", RESULTS / "sweep-families.csv"
 COLUMNS = ["library", "family", "model", "kind", "image", "params", *WAYS, *(f"why_{way}" for way in WAYS), "seconds"]
-COLUMNS += ["commit"]
+COLUMNS += ["commit", "torch"]
 KINDS = ("conv", "transformer")
+Make = Callable[[], nn.Module]
 LISTED = ["library", "version", "family", "model", "params", "kind"]
 
 
 # --- which models -----------------------------------------------------------------------------------------------------
 
 
-def libraries() -> Iterator[tuple[str, dict[str, Callable[[], nn.Module]], Callable[[str], str]]]:
+def libraries() -> Iterator[tuple[str, dict[str, Make], Callable[[str], str]]]:
     """Every installed library: its name, its models, and the family of each."""
     if importlib.util.find_spec("torchvision"):
         without_operators()
@@ -81,20 +89,20 @@ def libraries() -> Iterator[tuple[str, dict[str, Callable[[], nn.Module]], Calla
 
         names = torchvision.models.list_models(module=torchvision.models)
         build = torchvision.models.get_model_builder
-        made = {n: lambda n=n: torchvision.models.get_model(n, weights=None) for n in names}  # type: ignore[misc]
+        made: dict[str, Make] = {n: partial(torchvision.models.get_model, n, weights=None) for n in names}
         yield "torchvision", made, lambda name: build(name).__module__.rpartition(".")[2]
     if importlib.util.find_spec("timm"):
         import timm
 
         family = {n: m for m in timm.list_modules() for n in timm.list_models(module=m) if not n.startswith("test_")}
-        yield "timm", {n: lambda n=n: timm.create_model(n, pretrained=False) for n in family}, family.__getitem__  # type: ignore[misc]
+        yield "timm", {n: partial(timm.create_model, n, pretrained=False) for n in family}, family.__getitem__
     if importlib.util.find_spec("pytorchcv"):
         from pytorchcv import model_provider
 
         found = {
             n: m for n, m in model_provider._models.items() if not any(other in n for other in NO_IMAGENET_NOR_CIFAR)
         }
-        made = {n: lambda m=m: m(pretrained=False) for n, m in found.items()}  # type: ignore[misc]
+        made = {n: partial(m, pretrained=False) for n, m in found.items()}
         yield "pytorchcv", made, lambda name: found[name].__module__.rpartition(".")[2]
 
 
@@ -110,7 +118,7 @@ def without_operators() -> None:
         sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
 
 
-def smallest(made: dict[str, Callable[[], nn.Module]], family: Callable[[str], str]) -> Iterator[tuple[str, str, int]]:
+def smallest(made: dict[str, Make], family: Callable[[str], str]) -> Iterator[tuple[str, str, int]]:
     """Of every family the model with the fewest parameters that a classifier of one image can be: family, model, parameters."""
     names: dict[str, list[str]] = {}
     for name in made:
@@ -124,7 +132,7 @@ def smallest(made: dict[str, Callable[[], nn.Module]], family: Callable[[str], s
             yield kind, best[1], best[0]
 
 
-def parameters(make: Callable[[], nn.Module], most: int) -> int | None:
+def parameters(make: Make, most: int) -> int | None:
     """How many parameters a model has; None if that are more than `most`, or if it does not build without data."""
     seen = 0
 
@@ -152,9 +160,8 @@ def parameters(make: Callable[[], nn.Module], most: int) -> int | None:
 # --- one model --------------------------------------------------------------------------------------------------------
 
 
-def examine(make: Callable[[], nn.Module], send: Any) -> None:
+def examine(make: Make, send: Any) -> None:
     """Send facts about one model as they are found: the row so far, however it ends."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     module = make()
     try:
@@ -251,9 +258,9 @@ def check(net: NestedNet, module: nn.Module, x: Tensor, own_answer: bool) -> Non
         check_leaks(net, x, staged)
     with tempfile.TemporaryDirectory() as folder:
         shape, classes = tuple(x.shape[1:]), tuple(map(str, range(whole[0].shape[1])))
-        spec = nestling.Spec("it", shape, classes, net.sizes, mean=(0.5,) * shape[0], std=(0.5,) * shape[0])  # type: ignore[arg-type]
+        spec = nestling.Spec("it", shape, classes, net.sizes, mean=(0.5,) * shape[0], std=(0.5,) * shape[0])
         nestling.export_net(net, spec, f"{folder}/it", x)  # which verifies what it wrote
-        with nestling.Runtime(f"{folder}/it") as runtime:
+        with nestling.Runtime(f"{folder}/it", "cpu") as runtime:
             picture = (torch.rand(x.shape[1:]) * 255).to(torch.uint8)
             answer = runtime.answer(picture, deadline=None)
             assert answer.stage == len(staged), "the runtime did not get to the last stage"
@@ -295,7 +302,7 @@ def check_leaks(net: NestedNet, x: Tensor, staged: list[Tensor]) -> None:
         parameter.data = kept[key]
 
 
-def only_read(make: Callable[[], nn.Module], send: Any) -> None:
+def only_read(make: Make, send: Any) -> None:
     """Whether a model is read for exits and for stripes, on the smallest images it takes; nothing is computed."""
     module, found = make(), dict[str, str]()
     for shape in images_like(module):
@@ -313,26 +320,82 @@ def only_read(make: Callable[[], nn.Module], send: Any) -> None:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Apart:
+    """One model that a process of its own is at, so that one that takes too long or too much memory ends alone."""
+
+    each: dict[str, Any]  # the family's line in the list
+    process: Any
+    facts_from: Connection
+    start: float
+    heard: float  # when it last said something: a way is finished, or the model is made
+    facts: dict[str, Any] = field(default_factory=dict)
+    killed: str = ""
+
+    @classmethod
+    def begin(cls, each: dict[str, Any], make: Make, examine: Callable[[Make, Any], None]) -> "Apart":
+        here, there = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(
+            target=alone, args=(make, examine, there.send), daemon=True
+        )
+        process.start()
+        there.close()  # before another process inherits it: so the end of this one is seen
+        return cls(each, process, here, time.monotonic(), time.monotonic())
+
+    def ended(self, most: float) -> bool:
+        """Take what it has to say; one that has said nothing for `most` seconds is stopped."""
+        try:
+            while self.facts_from.poll():
+                self.facts, self.heard = self.facts_from.recv(), time.monotonic()
+        except EOFError:
+            self.process.join()
+            return True
+        if time.monotonic() > self.heard + most:
+            self.killed = f"not done in {most:g} seconds"
+            self.stop()
+        return bool(self.killed)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def row(self) -> dict[str, Any]:
+        why = self.killed or f"ended by signal or exit {self.process.exitcode}"
+        missing = {way: "unfinished" for way in WAYS if way not in self.facts}
+        return {**self.facts, **missing, **{f"why_{way}": self.facts.get(f"why_{way}", why) for way in missing}}
+
+
+def alone(make: Make, examine: Callable[[Make, Any], None], send: Any) -> None:
+    """In the process of one model: signals end it at once, and nothing but its facts is of interest."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that asked for it stops it
+    torch.set_num_threads(1)
+    examine(make, send)
+
+
 def apart(
-    make: Callable[[], nn.Module], examine: Callable[[Callable[[], nn.Module], Any], None], most: float
-) -> dict[str, Any]:
-    """A model examined by a process of its own, so that one that takes too long or too much memory ends alone."""
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=examine, args=(make, there.send), daemon=True)
-    start, row = time.monotonic(), dict[str, Any]()
-    process.start()
-    there.close()
+    todo: Iterable[dict[str, Any]],
+    builders: dict[str, dict[str, Make]],
+    examine: Callable[[Make, Any], None],
+    workers: int = 1,
+    most: float = 600,
+    until: float = float("inf"),
+) -> Iterator[Apart]:
+    """Models examined by `workers` processes at a time, each as it ends; those not done at `until` are stopped and left out."""
+    waiting, at_work = iter(todo), list[Apart]()
     try:
-        while here.poll(max(0.0, start + most - time.monotonic())):
-            row = here.recv()
-    except EOFError:
-        pass
-    else:
-        process.kill()
-    process.join()
-    ended = f"ended by signal or exit {process.exitcode}" if process.exitcode != -9 else f"not done in {most:g} seconds"
-    missing = {way: "unfinished" for way in WAYS if way not in row}
-    return {**row, **missing, **{f"why_{way}": row.get(f"why_{way}", ended) for way in missing}}
+        while time.monotonic() < until:
+            while len(at_work) < workers and (each := next(waiting, None)) is not None:
+                at_work.append(Apart.begin(each, builders[each["library"]][each["model"]], examine))
+            if not at_work:
+                return
+            wait([one.facts_from for one in at_work], timeout=1)
+            for one in [one for one in at_work if one.ended(most)]:
+                at_work.remove(one)
+                yield one
+    finally:
+        for one in at_work:
+            one.stop()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -343,18 +406,22 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]], path: Path = FILE, columns: list[str] = COLUMNS) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: (row["library"], row["family"])))
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=lambda row: key(dict(row))))
+    write_atomically(path, file.getvalue().encode())
 
 
 def commit() -> str:
-    """Which code ran; a plus says that files were changed since."""
+    """Which code ran, as git knows it; a plus says that files were changed since. Empty where there is no git."""
     git = ["git", "-C", str(RESULTS.parent)]
-    number = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/sweep.py"]).returncode
-    return number + "+" * bool(changed)
+    try:
+        number = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/sweep.py"]).returncode
+    except FileNotFoundError:
+        return ""
+    return number + "+" * bool(number and changed)
 
 
 def list_families() -> None:
@@ -363,13 +430,14 @@ def list_families() -> None:
     for library, made, family in libraries():
         version = importlib.metadata.version(library)
         for name, model, params in smallest(made, family):
-            kind = apart(made[model], kind_alone, 600).get("kind", "")
-            rows.append(dict(zip(LISTED, (library, version, name, model, params, kind), strict=True)))
+            each = dict(zip(LISTED, (library, version, name, model, params, ""), strict=True))
+            [one] = apart([each], {library: made}, kind_alone)
+            rows.append({**each, "kind": one.facts.get("kind", "")})
             print(*rows[-1].values(), flush=True)
             write(rows, FAMILIES, LISTED)
 
 
-def kind_alone(make: Callable[[], nn.Module], send: Any) -> None:
+def kind_alone(make: Make, send: Any) -> None:
     """The kind of one model, without data where it runs so."""
     try:
         with torch.device("meta"):
@@ -413,25 +481,47 @@ def shortened(why: str, most: int = 160) -> str:
     return why if len(why) <= most else why[: most - 3].rpartition(" ")[0] + " ..."
 
 
-def run(each: dict[str, Any], make: Callable[[], nn.Module], most: float, code: str) -> dict[str, Any]:
+def in_turn(
+    listed: list[dict[str, Any]], rows: list[dict[str, Any]], again: list[str], code: str
+) -> list[dict[str, Any]]:
+    """What to examine, small ones first: families without a row, those that did not end well, then (`again`) rows of other code.
+
+    A row that is there, and that nobody asks for again, is left alone unless it was not finished."""
+    found = {key(row): row for row in rows}
+    turns: list[tuple[int, int, dict[str, Any]]] = []
+    for each in listed:
+        row = found.get(key(each))
+        ways = [row[way] for way in WAYS] if row else []
+        named = each["model"] in again or ("all" in again and (row is None or row["commit"] != code))
+        if named if again else row is None or "unfinished" in ways:
+            bad = 1 if set(ways) & {"unfinished", "broken"} else 2
+            turns.append((bad if row else 0, int(each["params"]), each))
+    return [each for *_, each in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def shown(one: Apart, code: str) -> dict[str, Any]:
     """The row of one family, which is shown too."""
-    start = time.monotonic()
-    facts = apart(make, examine, most)
-    seconds = round(time.monotonic() - start, 1)
-    row = {**{word: each[word] for word in ("library", "family", "model", "params")}, **facts, "commit": code}
-    print(f"{row['library']:12}{row['model']:34}{'  '.join(f'{way} {row[way]}' for way in WAYS)}  {seconds} s")
+    row = {word: one.each[word] for word in ("library", "family", "model", "params")}
+    row |= {**one.row(), "seconds": round(time.monotonic() - one.start, 1), "commit": code, "torch": torch.__version__}
+    row["kind"] = row.get("kind") or one.each["kind"]  # one that ended before it could say
+    print(f"{row['library']:12}{row['model']:34}{'  '.join(f'{way} {row[way]}' for way in WAYS)}  {row['seconds']} s")
     print(*(f"    {way}: {row[f'why_{way}']}\n" for way in WAYS if row.get(f"why_{way}")), sep="", end="", flush=True)
-    return {**row, "seconds": seconds}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="only list the families")
     parser.add_argument("--only", default="", help="only models whose name holds this text; nothing is written")
-    parser.add_argument("--again", default="", help="only these models, whether or not they have a row")
+    parser.add_argument(
+        "--again", default="", help="these models whether or not they have a row; all: rows of other commits"
+    )
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="only families of this kind")
+    parser.add_argument("--workers", type=int, default=1, help="how many models at a time, one thread each")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
-    parser.add_argument("--seconds", type=float, default=900, help="the most that one model may take in all three ways")
+    parser.add_argument("--seconds", type=float, default=600, help="the most that one model may take in one way")
+    parser.add_argument("--file", type=Path, default=FILE, help="where rows are read from and written to")
+    parser.add_argument("--commit", default="", help="which code this is, where git does not know")
     parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
@@ -439,28 +529,28 @@ def main() -> None:
         list_families()
     listed = rows_of(FAMILIES)
     if options.table:
-        print("\n\n".join(table(rows_of(FILE), listed, kind) for kind in KINDS))
+        print("\n\n".join(table(rows_of(options.file), listed, kind) for kind in KINDS))
     if options.list or options.table:
         return
-    until, again = time.monotonic() + 60 * options.minutes, options.again.split(",") if options.again else []
-    finished = {key(row) for row in rows_of(FILE) if "unfinished" not in row.values()}
-    done = finished if not again and not options.only else set()  # what was not finished is tried again
-    code = commit()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops all that is at work
+    for word in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[word] = "1"
+    until, code = time.monotonic() + 60 * options.minutes, commit() or options.commit
     builders = {library: made for library, made, _ in libraries()}
-    for each in sorted(listed, key=lambda row: int(row["params"])):
-        named = each["model"] in again if again else options.only in each["model"]
-        if not named or key(each) in done or options.kind not in ("", each["kind"]) or time.monotonic() > until:
-            continue
+    listed = [row for row in listed if options.only in row["model"] and options.kind in ("", row["kind"])]
+    missing = [row["model"] for row in listed if row["model"] not in builders.get(row["library"], {})]
+    listed = [row for row in listed if row["model"] not in missing]
+    rows = [] if options.only else rows_of(options.file)
+    todo = in_turn(listed, rows, options.again.split(",") if options.again else [], code)
+    print(f"{len(todo)} models, {options.workers} at a time, torch {torch.__version__}, commit {code}", flush=True)
+    print(*(["not installed:", ", ".join(missing)] if missing else []), flush=True)
+    for one in apart(todo, builders, only_read if options.read else examine, options.workers, options.seconds, until):
         if options.read:
-            print(
-                each["library"],
-                each["model"],
-                apart(builders[each["library"]][each["model"]], only_read, options.seconds),
-            )
+            print(one.each["library"], one.each["model"], one.facts or one.row(), flush=True)
             continue
-        row = run(each, builders[each["library"]][each["model"]], options.seconds, code)
+        row = shown(one, code)
         if not options.only:
-            write([*(other for other in rows_of(FILE) if key(other) != key(row)), row])
+            write([*(other for other in rows_of(options.file) if key(other) != key(row)), row], options.file)
 
 
 if __name__ == "__main__":

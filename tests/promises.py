@@ -18,7 +18,7 @@ TOLERANCE, DEEP = 1e-12, 1e-10  # staged against whole, float64, relative to the
 
 
 def models() -> dict[str, Any]:
-    from pytorchcv import model_provider  # type: ignore[import-untyped]
+    from pytorchcv import model_provider
 
     return {n: make for n, make in model_provider._models.items() if n.endswith("_cifar10")}
 
