@@ -95,7 +95,11 @@ def libraries() -> Iterator[tuple[str, dict[str, Make], Callable[[str], str]]]:
         import timm
 
         family = {n: m for m in timm.list_modules() for n in timm.list_models(module=m) if not n.startswith("test_")}
-        yield "timm", {n: partial(timm.create_model, n, pretrained=False) for n in family}, family.__getitem__
+        classes = {n: timm.models.get_pretrained_cfg(n) for n in family}
+        without = {n for n, config in classes.items() if config is not None and config.num_classes == 0}
+        given = {n: {"num_classes": 1000} if n in without else {} for n in family}  # features only: with a classifier
+        made = {n: partial(timm.create_model, n, pretrained=False, **given[n]) for n in family}
+        yield "timm", made, family.__getitem__
     if importlib.util.find_spec("pytorchcv"):
         from pytorchcv import model_provider
 

@@ -93,6 +93,20 @@ class GatedForNobody(nn.Module):
         return x + torch.cat((self.one(one), self.other(other)), dim=1)
 
 
+class Committee(nn.Module):
+    """CrossViT: several classifiers, whose answers are stacked and averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.heads = nn.ModuleList((nn.Linear(16, 5), nn.Linear(8, 5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.relu(self.one(x))
+        means = [each.mean((2, 3)) for each in (one, torch.relu(self.other(one)))]
+        return torch.mean(torch.stack([head(mean) for head, mean in zip(self.heads, means, strict=True)], dim=0), dim=0)
+
+
 GOOD: dict[str, Callable[[], nn.Module]] = {
     "split attention": lambda: Body(SplitAttention()),
     "split attention of several groups": lambda: Body(SplitAttention(cardinality=2)),
@@ -100,6 +114,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "means and extremes of parts": lambda: Body(Extremes()),
     "a gate of one channel": lambda: Body(SpatialGate()),
     "a gate that nobody needs at first": lambda: Body(GatedForNobody()),
+    "the mean of several classifiers": Committee,
 }
 
 
