@@ -525,7 +525,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     parser.add_argument("--seconds", type=float, default=600, help="the most that one model may take in one way")
     parser.add_argument("--file", type=Path, default=FILE, help="where rows are read from and written to")
-    parser.add_argument("--commit", default="", help="which code this is, where git does not know")
+    parser.add_argument("--commit", default="", help="which code this is; without it, what git says")
     parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
@@ -539,7 +539,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops all that is at work
     for word in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[word] = "1"
-    until, code = time.monotonic() + 60 * options.minutes, commit() or options.commit
+    until, code = time.monotonic() + 60 * options.minutes, options.commit or commit()
     builders = {library: made for library, made, _ in libraries()}
     listed = [row for row in listed if options.only in row["model"] and options.kind in ("", row["kind"])]
     missing = [row["model"] for row in listed if row["model"] not in builders.get(row["library"], {})]

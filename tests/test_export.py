@@ -254,6 +254,8 @@ def test_what_leaves_pixels_out_as_onnx_operators_behind_padding(module: nn.Modu
     [
         (Call(torch.mean, 0, (None, (2,)), {}), 3), (Call(torch.mean, 0, (None, -1), {"keepdim": True}), 4),
         (Call(F.normalize, 0, (None,), {"p": 2.0, "eps": 1e-12, "dim": 2}), 4), (Call(F.normalize, 0, (None,), {"dim": -1}), 3),
+        (Call(torch.amax, 0, (None, (3,)), {"keepdim": True}), 4), (Call(torch.amin, 0, (None, (2,)), {}), 3),
+        (Call(torch.sum, 0, (None,), {"dim": -1}), 4), (Call(torch.mean, 0, (None, (2, 3)), {}), 4),
         (Call(torch.roll, 0, (None, (-3, 2), (2, 3)), {}), 4), (Call(torch.roll, 0, (None, (0,), (2,)), {}), 3),
     ],
     ids=str,

@@ -243,6 +243,9 @@ POWERS: dict[Any, Steps] = {
     torch.square: [OnnxStep("Mul", {}, (GIVEN, GIVEN))],
     torch.rsqrt: [*one("Sqrt"), *one("Reciprocal")],
 }
+REDUCED: dict[Any, str] = {
+    torch.sum: "ReduceSum", Tensor.sum: "ReduceSum", torch.amax: "ReduceMax", torch.amin: "ReduceMin",
+}  # fmt: skip
 CLAMPS = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
 
@@ -263,6 +266,8 @@ def call(made: Call) -> Steps | None:
     rest, options = made.arguments[1:], made.options
     if made.function in (torch.mean, Tensor.mean):
         return pixel_mean(*rest, **options)
+    if made.function in REDUCED:
+        return reduced(REDUCED[made.function], *rest, **options)
     if made.function is F.normalize:
         return normalised(*rest, **options)
     if made.function is torch.roll:
@@ -330,10 +335,15 @@ def picked(which: Any) -> Steps | None:
     return made or one("Identity")
 
 
-def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
-    if options or not isinstance(dim, int | tuple | list):
+def reduced(kind: str, dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
+    """Along dimensions that are said."""
+    if options or not isinstance(dim, int | tuple | list) or dim == ():
         return None
-    if isinstance(dim, int) or sorted(each % 4 for each in dim) != [2, 3]:
-        return one("ReduceMean", [dim] if isinstance(dim, int) else list(dim), keepdims=int(keepdim))
+    return one(kind, [dim] if isinstance(dim, int) else list(dim), keepdims=int(keepdim))
+
+
+def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
+    if options or isinstance(dim, int) or not dim or sorted(each % 4 for each in dim) != [2, 3]:
+        return reduced("ReduceMean", dim, keepdim, **options)
     pooled = one("GlobalAveragePool")
     return pooled if keepdim else [*pooled, *one("Flatten")]
