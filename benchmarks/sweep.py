@@ -95,7 +95,11 @@ def libraries() -> Iterator[tuple[str, dict[str, Make], Callable[[str], str]]]:
         import timm
 
         family = {n: m for m in timm.list_modules() for n in timm.list_models(module=m) if not n.startswith("test_")}
-        yield "timm", {n: partial(timm.create_model, n, pretrained=False) for n in family}, family.__getitem__
+        classes = {n: timm.models.get_pretrained_cfg(n) for n in family}
+        without = {n for n, config in classes.items() if config is not None and config.num_classes == 0}
+        given = {n: {"num_classes": 1000} if n in without else {} for n in family}  # features only: with a classifier
+        made = {n: partial(timm.create_model, n, pretrained=False, **given[n]) for n in family}
+        yield "timm", made, family.__getitem__
     if importlib.util.find_spec("pytorchcv"):
         from pytorchcv import model_provider
 
@@ -521,7 +525,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     parser.add_argument("--seconds", type=float, default=600, help="the most that one model may take in one way")
     parser.add_argument("--file", type=Path, default=FILE, help="where rows are read from and written to")
-    parser.add_argument("--commit", default="", help="which code this is, where git does not know")
+    parser.add_argument("--commit", default="", help="which code this is; without it, what git says")
     parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
     options = parser.parse_args()
@@ -535,7 +539,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops all that is at work
     for word in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[word] = "1"
-    until, code = time.monotonic() + 60 * options.minutes, commit() or options.commit
+    until, code = time.monotonic() + 60 * options.minutes, options.commit or commit()
     builders = {library: made for library, made, _ in libraries()}
     listed = [row for row in listed if options.only in row["model"] and options.kind in ("", row["kind"])]
     missing = [row["model"] for row in listed if row["model"] not in builders.get(row["library"], {})]

@@ -27,7 +27,7 @@ from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
 from nestling.nets.ops import BatchNorm, Cat, Conv, GroupNorm, Module, PReLU, Zip
-from nestling.nets.ops.calls import Call, DropPath
+from nestling.nets.ops.calls import Call, DropPath, Repeat, Reshape
 from nestling.nets.ops.forms import FORMS, as_onnx
 from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
@@ -181,7 +181,7 @@ def test_modules_as_onnx_operators(kind: type[nn.Module]) -> None:
         nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.Softplus: (2.0,), nn.CELU: (0.7,), nn.Hardtanh: (-0.5, 2.0),
         nn.Upsample: (None, 2), nn.UpsamplingNearest2d: (None, 3), nn.ZeroPad2d: ((1, 2, 0, 3),), nn.ConstantPad2d: (1, 0.5),
         nn.ReflectionPad2d: ((1, 2, 0, 3),), nn.ReplicationPad2d: (2,), nn.Softshrink: (0.7,),
-        nn.Threshold: (0.1, 0.5), nn.UpsamplingBilinear2d: (None, 2),
+        nn.Threshold: (0.1, 0.5), nn.UpsamplingBilinear2d: (None, 2), Reshape: ((16, 2, 2),), Repeat: (3,),
     }  # fmt: skip
     module = kind(*options.get(kind, ())).eval()
     x = torch.randn(2, 4, *[8] * (1 if "1d" in kind.__name__ else 2)) * 3
@@ -247,6 +247,29 @@ def test_what_leaves_pixels_out_as_onnx_operators_behind_padding(module: nn.Modu
     model = write_stage(frozen, {"input": (4, 7, 8), "y": tuple(expected.shape[1:])})
     [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
     np.testing.assert_array_equal(found, expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("call", "rank"),
+    [
+        (Call(torch.mean, 0, (None, (2,)), {}), 3), (Call(torch.mean, 0, (None, -1), {"keepdim": True}), 4),
+        (Call(F.normalize, 0, (None,), {"p": 2.0, "eps": 1e-12, "dim": 2}), 4), (Call(F.normalize, 0, (None,), {"dim": -1}), 3),
+        (Call(torch.amax, 0, (None, (3,)), {"keepdim": True}), 4), (Call(torch.amin, 0, (None, (2,)), {}), 3),
+        (Call(torch.sum, 0, (None,), {"dim": -1}), 4), (Call(torch.mean, 0, (None, (2, 3)), {}), 4),
+        (Call(torch.roll, 0, (None, (-3, 2), (2, 3)), {}), 4), (Call(torch.roll, 0, (None, (0,), (2,)), {}), 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_functions_of_tokens_and_windows_as_onnx_operators(call: Call, rank: int) -> None:
+    import onnxruntime
+
+    x = torch.randn(2, 4, *(7, 8)[: rank - 2])
+    expected = call(x)
+    frozen = Frozen(1, (Op(Module(), "y", ("input",), tuple(expected.shape[1:]), module=call),), ("input",), (), "y")
+    assert not must_trace(frozen)
+    model = write_stage(frozen, {"input": tuple(x.shape[1:]), "y": tuple(expected.shape[1:])})
+    [found] = onnxruntime.InferenceSession(model).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:

@@ -93,6 +93,25 @@ class GatedForNobody(nn.Module):
         return x + torch.cat((self.one(one), self.other(other)), dim=1)
 
 
+class Committee(nn.Module):
+    """CrossViT, EfficientViM: several classifiers, whose answers are stacked and averaged, or weighed by a softmax."""
+
+    def __init__(self, weighed: bool = False) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.3, -0.2])) if weighed else None
+        self.one, self.other = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.heads = nn.ModuleList((nn.Linear(16, 5), nn.Linear(8, 5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.relu(self.one(x))
+        means = [each.mean((2, 3)) for each in (one, torch.relu(self.other(one)))]
+        answers = [head(mean) for head, mean in zip(self.heads, means, strict=True)]
+        if self.weights is None:
+            return torch.mean(torch.stack(answers, dim=0), dim=0)
+        weights = self.weights.softmax(-1)
+        return torch.stack([weights[i] * answer for i, answer in enumerate(answers)]).sum(0)
+
+
 GOOD: dict[str, Callable[[], nn.Module]] = {
     "split attention": lambda: Body(SplitAttention()),
     "split attention of several groups": lambda: Body(SplitAttention(cardinality=2)),
@@ -100,6 +119,8 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "means and extremes of parts": lambda: Body(Extremes()),
     "a gate of one channel": lambda: Body(SpatialGate()),
     "a gate that nobody needs at first": lambda: Body(GatedForNobody()),
+    "the mean of several classifiers": Committee,
+    "several classifiers, weighed": lambda: Committee(weighed=True),
 }
 
 

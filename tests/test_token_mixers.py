@@ -59,6 +59,19 @@ class Biased(Heads):
         return self.proj(y.transpose(1, 2).reshape(x.shape))
 
 
+class OneForAll(nn.Module):
+    """Many heads of queries, and one of keys and values for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.proj = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x).unsqueeze(1).chunk(2, dim=-1)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
 class Cosines(Heads):
     """Queries and keys of length one, and a temperature of each head."""
 
@@ -447,6 +460,7 @@ class Distilled(nn.Module):
 GOOD: dict[str, Callable[[], nn.Module]] = {
     "a bias looked up in a table": lambda: Tokens(Biased()),
     "the same in torch's fused form": lambda: Tokens(Biased(fused=True)),
+    "one head of keys for all queries": lambda: Tokens(OneForAll()),
     "queries and keys of length one": lambda: Tokens(Cosines()),
     "queries and keys normalised": lambda: Tokens(NormedKeys()),
     "a bias put together of several": lambda: Tokens(LateBias()),

@@ -36,7 +36,6 @@ class Computed(Module):
     rows: Channels | None = None  # which of the module's channels these are; None: all
 
     kind: ClassVar[str] = "computed"
-    tail: ClassVar[bool] = False
 
     def size(self, reads: Sequence[Node]) -> Extent:
         sides = self.pixels or (1,) * len(reads[0].size)

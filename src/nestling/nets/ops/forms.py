@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.nets.ops.calls import Call, DropPath, largest, mask, smallest
+from nestling.nets.ops.calls import Call, DropPath, Repeat, Reshape, largest, mask, smallest
 
-GIVEN, LAST = "given", "last"  # what an operator may read: the module's own input, or what the operator before it gave
+GIVEN, LAST, BEFORE = (
+    "given",
+    "last",
+    "before",
+)  # what may be read: the module's input, what the last operator or that before it gave
 
 
 class OnnxStep(NamedTuple):
@@ -134,10 +138,32 @@ def softmax(kind: str, dim: int | None) -> Steps | None:
     return None if dim is None else one(kind, axis=dim)
 
 
+def normalised(p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Steps | None:
+    """torch's normalize: by a length that is never less than `eps`."""
+    if p not in (1, 2):
+        return None
+    length = OnnxStep(f"ReduceL{int(p)}", {"keepdims": 1}, (LAST, constant([dim])))
+    return [length, *one("Clip", float(eps)), OnnxStep("Div", {}, (GIVEN, LAST))]
+
+
+def rolled(shifts: Any, dims: Any) -> Steps:
+    """Along one dimension after another, by less than its length: what stands behind a place, and what stands before it."""
+    steps: Steps = []
+    shifts, dims = ([each] if isinstance(each, int) else each for each in (shifts, dims))
+    for shift, dim in zip(shifts, dims, strict=True):
+        if shift:
+            behind = OnnxStep("Slice", {}, (LAST, *map(constant, ([-shift], [FAR], [dim], [1]))))
+            before = OnnxStep("Slice", {}, (BEFORE, *map(constant, ([0], [-shift], [dim], [1]))))
+            steps += [behind, before, OnnxStep("Concat", {"axis": dim}, (BEFORE, LAST))]
+    return steps or one("Identity")
+
+
 SAME: Callable[[Any], Steps] = lambda m: one("Identity")  # noqa: E731
 FORMS: dict[type[nn.Module], Callable[[Any], Steps | None]] = {
     nn.Identity: SAME, DropPath: SAME, nn.Dropout: SAME, nn.Dropout1d: SAME, nn.Dropout2d: SAME, nn.Dropout3d: SAME,
     nn.AlphaDropout: SAME, nn.FeatureAlphaDropout: SAME,
+    Reshape: lambda m: one("Reshape", [0, 0, *m.size]),
+    Repeat: lambda m: [*one("Unsqueeze", [2]), OnnxStep("Concat", {"axis": 2}, (LAST,) * m.count)],
     nn.ReLU: lambda m: one("Relu"),
     nn.ReLU6: lambda m: one("Clip", 0.0, 6.0),
     nn.Hardtanh: lambda m: one("Clip", m.min_val, m.max_val),
@@ -217,6 +243,9 @@ POWERS: dict[Any, Steps] = {
     torch.square: [OnnxStep("Mul", {}, (GIVEN, GIVEN))],
     torch.rsqrt: [*one("Sqrt"), *one("Reciprocal")],
 }
+REDUCED: dict[Any, str] = {
+    torch.sum: "ReduceSum", Tensor.sum: "ReduceSum", torch.amax: "ReduceMax", torch.amin: "ReduceMin",
+}  # fmt: skip
 CLAMPS = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
 
@@ -237,6 +266,12 @@ def call(made: Call) -> Steps | None:
     rest, options = made.arguments[1:], made.options
     if made.function in (torch.mean, Tensor.mean):
         return pixel_mean(*rest, **options)
+    if made.function in REDUCED:
+        return reduced(REDUCED[made.function], *rest, **options)
+    if made.function is F.normalize:
+        return normalised(*rest, **options)
+    if made.function is torch.roll:
+        return rolled(*rest, **options)
     if made.function in OPERATORS:
         return None if rest or options else one(OPERATORS[made.function])
     if made.function in CLAMPS:
@@ -300,8 +335,15 @@ def picked(which: Any) -> Steps | None:
     return made or one("Identity")
 
 
-def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
-    if options or not isinstance(dim, tuple | list) or sorted(each % 4 for each in dim) != [2, 3]:
+def reduced(kind: str, dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
+    """Along dimensions that are said."""
+    if options or not isinstance(dim, int | tuple | list) or dim == ():
         return None
+    return one(kind, [dim] if isinstance(dim, int) else list(dim), keepdims=int(keepdim))
+
+
+def pixel_mean(dim: Any = None, keepdim: bool = False, **options: Any) -> Steps | None:
+    if options or isinstance(dim, int) or not dim or sorted(each % 4 for each in dim) != [2, 3]:
+        return reduced("ReduceMean", dim, keepdim, **options)
     pooled = one("GlobalAveragePool")
     return pooled if keepdim else [*pooled, *one("Flatten")]

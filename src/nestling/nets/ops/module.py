@@ -48,12 +48,12 @@ class Module(Operation):
         return [Op(self, out, reads, shape, module=copy.deepcopy(layer).cpu())]
 
     def write(self, graph: OnnxWriter, op: Op) -> None:
-        from nestling.nets.ops.forms import GIVEN, LAST, as_onnx
+        from nestling.nets.ops.forms import BEFORE, GIVEN, LAST, as_onnx
 
         assert op.module is not None
-        steps, value = as_onnx(op.module) or [], op.reads[0]
+        steps, before, value = as_onnx(op.module) or [], op.reads[0], op.reads[0]
         for index, step in enumerate(steps):
-            names = {GIVEN: op.reads[0], LAST: value, None: ""}
+            names = {GIVEN: op.reads[0], LAST: value, BEFORE: before, None: ""}
             reads = [
                 names[each]
                 if each is None or isinstance(each, str)
@@ -63,4 +63,5 @@ class Module(Operation):
             while not reads[-1]:  # what is left out at the end is not named
                 reads.pop()
             last = index == len(steps) - 1
-            value = graph.add(step.kind, reads, op.out if last else f"{op.out}.{index}", step.attributes)
+            made = graph.add(step.kind, reads, op.out if last else f"{op.out}.{index}", step.attributes)
+            before, value = value, made

@@ -188,10 +188,11 @@ class Heads:
     def head(self, stage: int) -> str:
         """The answer of a stage."""
         made: dict[str, str] = {}
+        memo: dict[int, Any] = {}  # of one stage: what lends to another still does
         for node in self.tail:
             made[node.name] = name = f"head{stage}.{node.name}"
             if node.name in self.sketch.layers:
-                self.layers[name], self.origins[name] = copy.deepcopy(self.sketch.layers[node.name]), node.name
+                self.layers[name], self.origins[name] = copy.deepcopy(self.sketch.layers[node.name], memo), node.name
             if node.op.weighted:
                 reads: tuple[str, ...] = (self.classifier(node, name, stage),)
             else:

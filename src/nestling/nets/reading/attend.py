@@ -194,7 +194,7 @@ class Attend(Mover):
         drop: float,
         mask: fx.Node | None = None,
     ) -> Arrangement:
-        q, k, v = tensors
+        q, k, v = (for_every_head(each, tensors[0]) for each in tensors)
         training = self.module.get_submodule(path_of(node)).training
         over_channels = [kind_of(each, dim) for each in (q, k, v) for dim in (-2, -1)] == ["channel", "pixel"] * 3
         looks = (self.covariance if over_channels else self.scores)(node, q, k, scale)
@@ -312,6 +312,19 @@ class Attend(Mover):
         name = self.fresh(name) if name in self.sketch.nodes else name
         shares = own(self, node, name, layer, op)
         return self.put(Node(name, op, (read,), (0,) * width, self.sketch.nodes[read].size, shares))
+
+
+def for_every_head(single: Arrangement, many: Arrangement) -> Arrangement:
+    """Keys or values of one head for all: taken as often as there are heads of queries, which are then born together."""
+    if len(single.dims) != len(many.dims):
+        return single
+    for dim in range(len(many.dims) - 2):
+        if not single.dims[dim] and many.dims[dim] and many.holds(dim, "channel"):
+            heads, at = Factor("channel", many.shape[dim]), len(channel_factors(single.dims[:dim]))
+            index = single.index.unsqueeze(at)
+            index = index.expand(*(heads.size if d == at else -1 for d in range(index.dim())))
+            single = replace(single, dims=(*single.dims[:dim], (heads,), *single.dims[dim + 1 :]), index=index)
+    return single
 
 
 def kind_of(layout: Arrangement, dim: int) -> str:

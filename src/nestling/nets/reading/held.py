@@ -46,10 +46,11 @@ def constant_of(page: Page, node: fx.Node, constant: fx.Node) -> tuple[Tensor, s
 def is_shaping(page: Page, node: fx.Node) -> bool:
     """Whether an operation leaves all numbers of a constant as they are."""
     base = METHODS.get(node.target, node.target)
-    if page.values[node].dtype != page.values[node.all_input_nodes[0]].dtype:
+    made, *given = (page.values[each] for each in (node, *node.all_input_nodes))
+    if not (isinstance(made, Tensor) and given and isinstance(given[0], Tensor)):  # one of several parts, say
         return False
-    whole = base is not operator.getitem or page.values[node].numel() == page.values[node.all_input_nodes[0]].numel()
-    return base in SHAPING and whole
+    whole = base is not operator.getitem or made.numel() == given[0].numel()
+    return base in SHAPING and whole and made.dtype == given[0].dtype
 
 
 def numbers_cut(page: Page, node: fx.Node, constant: fx.Node, read: str) -> tuple[Tensor, str, tuple[int, ...]] | None:

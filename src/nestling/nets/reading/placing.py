@@ -4,6 +4,7 @@ In: an operation of torch.fx and the page it belongs on. Out: nodes and layers e
 why this one cannot be nested.
 """
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -226,8 +227,10 @@ class Placing(Parted):
         over = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims if isinstance(dims, int) else 0])]
         if {0, axis} & {*over} or self.whole:
             self.refuse(node, "it rolls images or channels, or the dimensions are not said; only pixels are rolled")
-        name = self.name(node)
-        self.sketch.layers[name] = Call(torch.roll, 0, (None, given["shifts"], tuple(over)), {})
+        shifts, name = given["shifts"], self.name(node)
+        turns = zip(shifts if isinstance(shifts, list | tuple) else [shifts], over, strict=True)
+        less = tuple(int(math.fmod(shift, self.values[node].shape[d])) for shift, d in turns)  # than once around
+        self.sketch.layers[name] = Call(torch.roll, 0, (None, less, tuple(over)), {})
         self.add(node, Node(name, Module(axis=axis), (read,), (0,) * self.channels(read), self.size(node, axis)))
 
     def written_norm(self, mean: fx.Node) -> None:

@@ -19,6 +19,7 @@ from nestling.nets.ops.calls import DROP_PATHS, Call, DropPath
 from nestling.nets.plan import Node
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
+from nestling.nets.reading.short import short
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.trace import BATCHES, Shape, Trace, trace
 from nestling.nets.reading.vocabulary import (
@@ -120,6 +121,7 @@ class Reader(Pen):
         if not isinstance(name, str):
             raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
         self.sketch.output = name
+        self.sketch = self.sketch if self.whole else short(self.sketch)
 
     def check_batch(self, node: fx.Node) -> None:
         """What a plan has as it is must have the images first, each by itself."""
