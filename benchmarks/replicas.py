@@ -163,9 +163,10 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
 
     try:
         when = asyncio.run(load())
-        back = len(processes("replicas", server.process.pid))
+        back = processes("replicas", server.process.pid)
     finally:
         server.end()
+    assert victim not in back, "it was not killed"
     rows = list(zip(clients.sent, clients.tries, strict=True))
     once = [each for each, tries in rows if tries == 1]
     late = [each for each in once if each.came - each.due > deadline]
@@ -179,7 +180,7 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
         ],
         "latest_ms": 1e3 * max(each.came - each.due for each in once),
         "no_stage": sum(each.status == 504 for each in once),
-        "replicas_at_the_end": back,
+        "replicas_at_the_end": len(back),
         **summary(clients.sent, deadline, labels, errors, seconds),
     }
     print("killed", json.dumps(found), flush=True)

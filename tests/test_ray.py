@@ -124,8 +124,10 @@ def test_a_sweep_on_ray_has_the_bits_of_single_runs_though_a_worker_is_killed(
     node: Any, tmp_path: Path, alone: Path
 ) -> None:
     killed: list[int] = []
+    seen: list[list[str]] = []
 
     def tell(runs: list[SweepRun]) -> None:
+        seen.append(sorted(one.state for one in runs))
         for one in runs:
             found = re.search(r"process (\d+)", one.where)
             if found and one.state == "running" and 0 < one.epoch < one.epochs and not killed:
@@ -134,6 +136,7 @@ def test_a_sweep_on_ray_has_the_bits_of_single_runs_though_a_worker_is_killed(
 
     found = sweep(grid_runs(base(), GRID), tmp_path, cluster.Cluster(), tell=tell)  # type: ignore[arg-type]
     assert killed and {one.state for one in found} == {"finished"}, [one.why for one in found]
+    assert seen[0] == ["queued"] * 4 and ["queued", "queued", "running", "running"] in seen, "two cores, four runs"
     assert_same(tmp_path, alone)
 
 
