@@ -387,7 +387,9 @@ def cluster() -> Iterator[dict[str, str]]:
     """Two replicas behind Ray's proxies."""
     asked_for()
     ray = pytest.importorskip("ray", reason="Ray is not installed: replicas on Ray are not tested")
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested")
+    pytest.importorskip(
+        "ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested", exc_type=ImportError
+    )
     from nestling.serve.replicas import running
 
     begin_node(ray, object_store_memory=100 * 2**20)
@@ -405,6 +407,7 @@ def pixels(kind: Any) -> Any:
     return found
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_tritonclient_works_through_rays_proxies(cluster: dict[str, str]) -> None:
     client, image = triton_http.InferenceServerClient(cluster["http"]), pixels(triton_http)
@@ -432,6 +435,7 @@ def below_the_last(client: Any) -> bool:
         return False
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(cluster: dict[str, str]) -> None:
     client, image = triton_grpc.InferenceServerClient(cluster["grpc"]), pixels(triton_grpc)
@@ -448,6 +452,7 @@ def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(c
     assert [result.as_numpy("stage").tolist() for result, error in stages if not error] == [[1], [2], [3]]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_streams_of_events_come_through(cluster: dict[str, str]) -> None:
     connection = http.client.HTTPConnection(cluster["http"], timeout=20)
@@ -469,6 +474,7 @@ def status_of(place: str, body: bytes) -> int:
         connection.close()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str, str]) -> None:
     """-9 while requests go on: with ordinary retries every one is answered, and a new replica comes."""
@@ -503,6 +509,7 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
     assert len(there) == 2 and not lost and answered == tried > 10
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
     """Requests one after another, each within its deadline unless its first try failed; tokens find their replica here, too."""
@@ -542,11 +549,12 @@ def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_config_file_is_what_ray_serve_takes() -> None:
     yaml = pytest.importorskip("yaml")
     schema = pytest.importorskip(
-        "ray.serve.schema", reason="Ray Serve is not installed: its config file is not checked"
+        "ray.serve.schema", reason="Ray Serve is not installed: its config file is not checked", exc_type=ImportError
     )
     config = yaml.safe_load((EXAMPLES / "serve-ray.yaml").read_text())
     found = schema.ServeDeploySchema(**config)
