@@ -227,14 +227,16 @@ def main() -> None:
     parser.add_argument("--kill-deadline", type=float, default=0.2)
     parser.add_argument("--kills", type=int, default=3, help="how often, each with a server of its own")
     parser.add_argument("--proxy", choices=["ray", "haproxy"], default="ray")
-    parser.add_argument("--scale-rate", type=float, default=150.0, help="0: nothing is added")
+    parser.add_argument(
+        "--scale-rate", type=float, default=150.0, help="0: nothing is added; behind HAProxy one replica answers 150"
+    )
     parser.add_argument("--json", default="", help="a file to which the run is added")
     options = parser.parse_args()
     stored, runtime = stored_sample("cifar10"), Runtime(NAMES["nest"], "cpu")
     spec: Spec = runtime.spec
     runtime.close()
     sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)
-    found: dict[str, Any] = {"conditions": vars(options)}
+    found: dict[str, Any] = {"conditions": {**vars(options), "load_average_before": os.getloadavg()[0]}}
     found["replicas"] = {
         str(count): measure(count, options.proxy, options.rates, options.seconds, options.deadline, sample)
         for count in options.replicas

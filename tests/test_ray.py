@@ -182,20 +182,25 @@ def test_the_papers_grid_is_trained_on_ray(node: Any, tmp_path: Path) -> None:
 @longer
 @pytest.mark.ray
 @pytest.mark.slow
-def test_tune_stops_runs_by_the_errors_of_their_stages(node: Any, tmp_path: Path) -> None:
+def test_tune_gives_runs_up_by_the_errors_of_their_stages(node: Any, tmp_path: Path) -> None:
+    """Of three rates, one after another, those that learn too little by the third epoch end there: a scheduler asks stage 3."""
     tune = pytest.importorskip("ray.tune", reason="Ray Tune is not installed", exc_type=ImportError)
     from nestling.studies.sweep.tune import trainable
 
-    settings = ("train.epochs=3", "train.batch=64", "data.limit=256")
+    settings = ("train.epochs=5", "train.batch=32", "data.limit=512", "train.diagnostics=false")
+    halving = tune.schedulers.AsyncHyperBandScheduler(time_attr="epoch", max_t=5, grace_period=3, reduction_factor=3)
     tuner = tune.Tuner(
         trainable("digits-width", settings),
-        param_space={"strategy.name": tune.grid_search(["sgd", "osgd"]), "train.lr": 0.05},
-        tune_config=tune.TuneConfig(metric="error_3", mode="min", max_concurrent_trials=1),
-        run_config=tune.RunConfig(storage_path=str(tmp_path), stop={"error_1": 1.0, "epoch": 2}, verbose=0),
+        param_space={"strategy.name": "osgd", "train.lr": tune.grid_search([0.05, 1e-7, 1e-8])},
+        tune_config=tune.TuneConfig(metric="error_3", mode="min", max_concurrent_trials=1, scheduler=halving),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
     )
     found = tuner.fit()
-    assert not found.errors and len(found) == 2
-    assert all(each.metrics["epoch"] == 2 and 0 <= each.metrics["error_3"] <= 1 for each in found)
+    assert not found.errors and len(found) == 3
+    epochs = {each.config["train.lr"]: each.metrics["epoch"] for each in found}
+    assert epochs == {0.05: 5, 1e-7: 3, 1e-8: 3}
+    assert all(0 <= each.metrics[f"error_{stage}"] <= 1 for each in found for stage in (1, 2, 3))
     best = found.get_best_result()
+    assert best.config["train.lr"] == 0.05
     with best.checkpoint.as_directory() as folder:
-        assert RunDir(folder).load_checkpoint()[1]["epoch"] == 2
+        assert RunDir(folder).load_checkpoint()[1]["epoch"] == 5
