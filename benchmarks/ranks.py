@@ -299,7 +299,7 @@ def keep(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     """Write rows into a file; those of other cases that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
-    told["commit"] = str(source_commit()[0])
+    told |= {"commit": str(source_commit()[0]), "load average": f"{os.getloadavg()[0]:.1f}"}
     case = ("network", "method", "dtype", "ranks", "micro_batches", "strategy", "sync_norms", "sharded")
     found = {tuple(row.get(key) for key in case): row for row in kept.get(what, [])}
     found |= {tuple(row.get(key) for key in case): row | told for row in rows}
