@@ -1,5 +1,5 @@
 # make demo    train small nests on the digits and write runs/demo/report.html
-# make test    run every test (Chromium is installed for the browser tests where the system allows it)
+# make test    run every test (Chromium is installed for the browser tests where the system allows it), first a sweep on Ray
 # make check   lint, formatting, types
 # make docs    the documentation as a site: build/site/index.html
 #
@@ -12,19 +12,34 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 TESTS ?=
 WORKERS ?= 2
+RAY_SECONDS ?= 90
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 DEMO := data,report,export
 DEV := data,report,export,serve,compare,docs,dev
 
-.PHONY: demo test check docs browser constraints clean
+.PHONY: demo test test-ray check docs browser constraints clean
 
 demo: .venv/installed-demo
 	$(BIN)/nestling demo
 	@echo "The report is $(CURDIR)/runs/demo/report.html"
 
-test: .venv/installed-dev browser
+test: .venv/installed-dev browser $(if $(TESTS),,test-ray)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# A Ray cluster of one node, in a process of its own that is ended if it hangs: nothing that befalls it reaches other tests.
+# Whether tests pass is never tried twice; a process that hung or was killed is, once.
+test-ray: .venv/installed-dev
+	@[ .venv/installed-ray -nt constraints.txt ] || { echo "Installing Ray into .venv"; \
+	  $(BIN)/python -m pip install -q $(PIP_FLAGS) --disable-pip-version-check -c constraints.txt ray 2>.venv/pip-ray.log \
+	    && touch .venv/installed-ray || tail -n 1 .venv/pip-ray.log; }
+	@if $(BIN)/python -c 'import ray' 2>/dev/null; then \
+	  for try in first second; do \
+	    $(if $(shell command -v timeout),timeout -k 5 $(RAY_SECONDS)) $(BIN)/python -m pytest -m ray -rs tests/test_ray.py; code=$$?; \
+	    [ $$code -ge 124 ] || exit $$code; \
+	    echo "The tests on Ray hung for $(RAY_SECONDS) s or were killed (exit code $$code, $$try try)"; \
+	  done; exit $$code; \
+	else echo "Ray could not be installed: sweeps on Ray are skipped"; fi
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

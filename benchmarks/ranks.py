@@ -2,17 +2,20 @@
 
     python benchmarks/ranks.py equal --json results/ranks-cpu.json    # 21 steps, every method, float32 and float64
     python benchmarks/ranks.py equal --micro 4 --types float32 --json results/ranks-cpu.json    # our strategies, micro-batches
-    python benchmarks/ranks.py speed --json results/ranks-cpu.json    # bytes and milliseconds of a step
+    python benchmarks/ranks.py speed --json results/ranks-cpu.json    # bytes and milliseconds of a step, expected and found
 
 One process per rank, one thread each, gloo. Bytes are those a rank hands to all_reduce in a step; a ring sends 2 (N - 1) / N of
 them. `equal` holds ranks with synchronised norms against one process with the whole batch; in float32, as a control, also one
 process against itself with the images of every batch in reverse: sums in another order, and nothing else, differ there too.
+What a step of N ranks should take is what one process takes for its share of the batch, as often as ranks share a core, and what
+its messages take at the latency and rate of all_reduce among N ranks, measured beside it.
 """
 
 import argparse
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 import statistics
@@ -41,6 +44,7 @@ from nestling.recipes import named
 from nestling.recipes.recipe import override
 from nestling.recipes.strategies import STRATEGIES
 from nestling.runs.folder import RunDir
+from nestling.runs.provenance import source_commit
 from nestling.train import Training
 from nestling.train.loop import epoch_generator
 from nestling.train.losses import stage_losses
@@ -51,7 +55,8 @@ from nestling.train.stepping import set_rate, share
 
 NETWORKS, TYPES, RANKS = ("digits-width", "digits-depth"), ("float32", "float64"), (1, 2, 4)
 SMALL = ("train.batch=32", "data.limit=224", "train.device=cpu", "train.diagnostics=false")
-MEASURED = ("train.batch=128", "train.epochs=3", "data.limit=1408", "train.device=cpu", "train.diagnostics=false")
+BATCH = 128
+MEASURED = ("train.epochs=3", "data.limit=1408", "train.device=cpu", "train.diagnostics=false")
 SPEEDS = [  # strategy, synchronised norms, parameters sharded
     ("sgd", False, False), ("sgd", True, False), ("osgd", False, False), ("osgd", True, False), ("normsgd", False, False),
     ("sgd", False, True), ("osgd", False, True),
@@ -177,7 +182,7 @@ class Sent(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.messages = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -185,6 +190,7 @@ class Sent(TorchDispatchMode):
             first = args[1] if "reduce_scatter" in name else args[0]  # the whole: what comes in, or what goes out
             whole = first if isinstance(first, Tensor) else first[0]
             self.bytes += whole.numel() * whole.element_size()
+            self.messages += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -202,9 +208,10 @@ def sharded_steps(training: Training) -> Iterator[None]:
             yield
 
 
-def measure(strategy: str, synced: bool, sharded: bool) -> dict[str, Any]:
+def measure(batch: int, strategy: str, synced: bool, sharded: bool) -> dict[str, Any]:
     """The median of 32 steps without the first, and the bytes of the fourth, which is not counted: counting takes time."""
     settings = [f"strategy.name={strategy}", f"train.sync_norms={synced}", f"train.channels_last={not sharded}"]
+    settings.append(f"train.batch={batch}")
     training = Training(override(named("digits-width"), [*MEASURED, *settings]), RunDir(tempfile.mkdtemp()))
     parameters, seconds, sent = sum(p.numel() for p in training.net.parameters()), [], Sent()
     steps: Iterator[object] = sharded_steps(training) if sharded else training.epochs()
@@ -220,21 +227,47 @@ def measure(strategy: str, synced: bool, sharded: bool) -> dict[str, Any]:
         "P": parameters,
         "tasks": len(training.net.plan.heads),
         "bytes": sent.bytes,
+        "messages": sent.messages,
         "ms": 1e3 * statistics.median(seconds[1:4] + seconds[5:]),
     }
 
 
-def speed_rank(path: str) -> None:
-    found = [measure(*case) for case in SPEEDS if dist.get_world_size() > 1 or not case[2]]
+def reduced(numbers: int) -> float:
+    """Milliseconds of all_reduce of so many numbers, the median of 50."""
+    row, seconds = torch.ones(numbers), []
+    for _ in range(60):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(row)
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds[10:])
+
+
+def speed_rank(path: str, batch: str) -> None:
+    found = [measure(int(batch), *case) for case in SPEEDS if dist.get_world_size() > 1 or not case[2]]
+    wire = {"message_ms": reduced(1), "MB_ms": reduced(2**18) / 4 / 2**18 * 1e6}
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps([row | wire for row in found]))
+
+
+def timed(ranks: int, batch: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(ranks, "speed-rank", f"{folder}/found.json", str(batch))
+        return list(json.loads(Path(folder, "found.json").read_text()))
 
 
 def speed(ranks: list[int]) -> Iterator[dict[str, Any]]:
+    """Rows with what was found, and with what was expected from one process and from all_reduce alone."""
+    cores = len(os.sched_getaffinity(0))
     for many in (1, *ranks):
-        with tempfile.TemporaryDirectory() as folder:
-            launch(many, "speed-rank", f"{folder}/found.json")
-            yield from ({"ranks": many, **row} for row in json.loads(Path(folder, "found.json").read_text()))
+        alone = {(row["strategy"], row["sync_norms"]): row["ms"] for row in timed(1, BATCH // many)}
+        for row in timed(many, BATCH):
+            found = {"ranks": many, **row}
+            if many > 1 and not row["sharded"]:
+                wire = row["messages"] * row["message_ms"] + row["bytes"] / 1e6 * row["MB_ms"]
+                found["share_ms"] = alone[row["strategy"], row["sync_norms"]]
+                found["expected_ms"] = found["share_ms"] * math.ceil(many / cores) + wire
+            yield found
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -253,7 +286,7 @@ def as_rank(words: list[str]) -> None:
     torch.set_num_threads(1)
     join_ranks()
     what, place, *cases = words
-    equal_rank(place, cases) if what == "equal-rank" else speed_rank(place)
+    equal_rank(place, cases) if what == "equal-rank" else speed_rank(place, *cases)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort an interpreter that tears them down: see nestling.__main__
 
@@ -266,6 +299,7 @@ def keep(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     """Write rows into a file; those of other cases that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
+    told |= {"commit": str(source_commit()[0]), "load average": f"{os.getloadavg()[0]:.1f}"}
     case = ("network", "method", "dtype", "ranks", "micro_batches", "strategy", "sync_norms", "sharded")
     found = {tuple(row.get(key) for key in case): row for row in kept.get(what, [])}
     found |= {tuple(row.get(key) for key in case): row | told for row in rows}

@@ -163,9 +163,10 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
 
     try:
         when = asyncio.run(load())
-        back = len(processes("replicas", server.process.pid))
+        back = processes("replicas", server.process.pid)
     finally:
         server.end()
+    assert victim not in back, "it was not killed"
     rows = list(zip(clients.sent, clients.tries, strict=True))
     once = [each for each, tries in rows if tries == 1]
     late = [each for each in once if each.came - each.due > deadline]
@@ -179,7 +180,7 @@ def killed(proxy: str, rate: float, seconds: float, deadline: float, sample: Any
         ],
         "latest_ms": 1e3 * max(each.came - each.due for each in once),
         "no_stage": sum(each.status == 504 for each in once),
-        "replicas_at_the_end": back,
+        "replicas_at_the_end": len(back),
         **summary(clients.sent, deadline, labels, errors, seconds),
     }
     print("killed", json.dumps(found), flush=True)
@@ -226,14 +227,16 @@ def main() -> None:
     parser.add_argument("--kill-deadline", type=float, default=0.2)
     parser.add_argument("--kills", type=int, default=3, help="how often, each with a server of its own")
     parser.add_argument("--proxy", choices=["ray", "haproxy"], default="ray")
-    parser.add_argument("--scale-rate", type=float, default=150.0, help="0: nothing is added")
+    parser.add_argument(
+        "--scale-rate", type=float, default=150.0, help="0: nothing is added; behind HAProxy one replica answers 150"
+    )
     parser.add_argument("--json", default="", help="a file to which the run is added")
     options = parser.parse_args()
     stored, runtime = stored_sample("cifar10"), Runtime(NAMES["nest"], "cpu")
     spec: Spec = runtime.spec
     runtime.close()
     sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)
-    found: dict[str, Any] = {"conditions": vars(options)}
+    found: dict[str, Any] = {"conditions": {**vars(options), "load_average_before": os.getloadavg()[0]}}
     found["replicas"] = {
         str(count): measure(count, options.proxy, options.rates, options.seconds, options.deadline, sample)
         for count in options.replicas

@@ -55,3 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    if os.environ.get("PYTEST_XDIST_WORKER"):  # where a Ray that crashes would end other tests, too
+        for item in items:
+            if item.get_closest_marker("ray"):
+                item.add_marker(pytest.mark.skip(reason="a Ray cluster has a process of its own: pytest -m ray"))

@@ -3,10 +3,12 @@ that is killed costs nothing but what it was answering. What needs a cluster is 
 says, without or where Ray is not installed."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,7 @@ from nestling.serve.way import MOST, ProxyWay
 
 NET = "width-resnet42-cifar10"
 EXAMPLES = Path(__file__).parent.parent / "examples"
+BIN = Path(sys.executable).parent  # where `ray` and `serve` are
 
 
 class Beside:
@@ -387,7 +390,9 @@ def cluster() -> Iterator[dict[str, str]]:
     """Two replicas behind Ray's proxies."""
     asked_for()
     ray = pytest.importorskip("ray", reason="Ray is not installed: replicas on Ray are not tested")
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested")
+    pytest.importorskip(
+        "ray.serve", reason="Ray Serve is not installed: replicas on Ray are not tested", exc_type=ImportError
+    )
     from nestling.serve.replicas import running
 
     begin_node(ray, object_store_memory=100 * 2**20)
@@ -405,6 +410,7 @@ def pixels(kind: Any) -> Any:
     return found
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_tritonclient_works_through_rays_proxies(cluster: dict[str, str]) -> None:
     client, image = triton_http.InferenceServerClient(cluster["http"]), pixels(triton_http)
@@ -432,6 +438,7 @@ def below_the_last(client: Any) -> bool:
         return False
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(cluster: dict[str, str]) -> None:
     client, image = triton_grpc.InferenceServerClient(cluster["grpc"]), pixels(triton_grpc)
@@ -448,6 +455,7 @@ def test_tritonclient_works_through_rays_grpc_proxy_with_deadlines_and_streams(c
     assert [result.as_numpy("stage").tolist() for result, error in stages if not error] == [[1], [2], [3]]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_streams_of_events_come_through(cluster: dict[str, str]) -> None:
     connection = http.client.HTTPConnection(cluster["http"], timeout=20)
@@ -469,6 +477,7 @@ def status_of(place: str, body: bytes) -> int:
         connection.close()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str, str]) -> None:
     """-9 while requests go on: with ordinary retries every one is answered, and a new replica comes."""
@@ -503,6 +512,7 @@ def test_a_killed_replica_costs_no_request_that_is_tried_again(cluster: dict[str
     assert len(there) == 2 and not lost and answered == tried > 10
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
     """Requests one after another, each within its deadline unless its first try failed; tokens find their replica here, too."""
@@ -542,11 +552,68 @@ def test_behind_haproxy_a_killed_replica_makes_no_other_request_late() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def head_node() -> Iterator[tuple[str, dict[str, str]]]:
+    """`ray start --head`, as an operator would, in a folder and with a token of its own; where its dashboard is, and what
+    commands that ask it need in their environment."""
+    folder, dashboard = tempfile.mkdtemp(prefix="ray-"), free_port()
+    Path(folder, "token").write_text(secrets.token_hex(16))
+    told = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{folder}/token"}
+    told.pop("RAY_ADDRESS", None)
+    options = ["--port=0", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}"]
+    options += [f"--ray-client-server-port={free_port()}", "--num-cpus=2", f"--object-store-memory={100 * 2**20}"]
+    with open(Path(folder, "said"), "w") as said:
+        node = subprocess.Popen(
+            [BIN / "ray", "start", "--head", "--block", *options], env=told, stdout=said, stderr=said
+        )
+        try:
+            yield f"http://127.0.0.1:{dashboard}", told
+        finally:
+            node.terminate()
+            node.wait(timeout=60)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_serve_deploy_takes_the_config_file(tmp_path: Path) -> None:
+    """The file as it is, but for ports and fewer replicas; then clients ask over HTTP and gRPC."""
+    asked_for()
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: it deploys nothing", exc_type=ImportError)
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load((EXAMPLES / "serve-ray.yaml").read_text())
+    ports = config["http_options"]["port"], config["grpc_options"]["port"] = free_port(), free_port()
+    config["applications"][0]["args"] |= {"replicas": 1, "most_replicas": 2}
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+    with head_node() as (dashboard, told):
+
+        def call(*words: str) -> "subprocess.CompletedProcess[str]":
+            command = [str(BIN / "serve"), words[0], "--address", dashboard, *words[1:]]
+            return subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
+
+        def until(reached: Callable[[], bool], seconds: float = 120) -> None:
+            end = time.monotonic() + seconds
+            while not reached():
+                assert time.monotonic() < end, call("status")
+                time.sleep(1)
+
+        until(lambda: call("status").returncode == 0)
+        deployed = call("deploy", str(file))
+        assert deployed.returncode == 0, deployed.stderr
+        until(lambda: "status: RUNNING" in call("status").stdout)
+        for kind, port in zip((triton_http, triton_grpc), ports, strict=True):
+            found = kind.InferenceServerClient(f"127.0.0.1:{port}").infer(NET, [pixels(kind)])
+            assert found.as_numpy("stage").tolist() == [3]
+        assert call("shutdown", "-y").returncode == 0
+
+
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_config_file_is_what_ray_serve_takes() -> None:
     yaml = pytest.importorskip("yaml")
     schema = pytest.importorskip(
-        "ray.serve.schema", reason="Ray Serve is not installed: its config file is not checked"
+        "ray.serve.schema", reason="Ray Serve is not installed: its config file is not checked", exc_type=ImportError
     )
     config = yaml.safe_load((EXAMPLES / "serve-ray.yaml").read_text())
     found = schema.ServeDeploySchema(**config)

@@ -204,6 +204,43 @@ def test_a_run_that_another_process_is_at_is_waited_for(tmp_path: Path) -> None:
     assert looks[:3] == ["elsewhere"] * 3 and found.state == "finished"
 
 
+class Queueing(Pretended):
+    """It takes every run at once, but has room for one of them; the others have no place until their turn comes."""
+
+    def room(self) -> bool:
+        return True
+
+    def start(self, one: SweepRun, command: str) -> str:
+        super().start(one, command)
+        return ""
+
+    def ended(self) -> list[Ending]:
+        waiting = self.at_work
+        if not waiting or not waiting[0].where:
+            for one in waiting[:1]:
+                one.where = "a node"
+            return []
+        self.at_work = waiting[:1]
+        endings = super().ended()
+        self.at_work = waiting[1:]
+        return endings
+
+
+def test_a_run_that_waits_for_a_node_is_not_counted_as_running(tmp_path: Path) -> None:
+    told: list[str] = []
+    runs = grid_runs(base(), ["train.seed=0,1,2"])
+    place = Queueing(seed_1=["lost", "finished"])  # and it waits again
+    sweep(runs, tmp_path, place, tell=lambda runs: told.append(str(progress_table(runs).title)), sleep=lambda _: None)
+    assert told == [
+        f"sweep: {each}"
+        for each in (
+            "3 queued", "1 running, 2 queued", "1 finished, 2 queued", "1 finished, 1 running, 1 queued",
+            "1 finished, 2 queued", "1 finished, 1 running, 1 queued", "2 finished, 1 queued", "2 finished, 1 running",
+            "3 finished",
+        )
+    ]  # fmt: skip
+
+
 # --- real processes ----------------------------------------------------------------------------------------------------
 
 

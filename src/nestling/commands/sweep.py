@@ -91,14 +91,15 @@ def told(quiet: bool) -> Iterator[Callable[[Sequence[SweepRun]], None]]:
 
 
 def summary(runs: Sequence[SweepRun]) -> str:
-    count = {state: sum(one.state == state for one in runs) for state in ("finished", "running", "waiting", "failed")}
+    states = ("finished", "running", "elsewhere", "queued", "waiting", "failed")
+    count = {state: sum(one.state == state for one in runs) for state in states}
     at = [f"{one.name} {one.epoch}/{one.epochs}" for one in runs if one.state == "running"]
     return "sweep: " + ", ".join(f"{n} {state}" for state, n in count.items() if n) + f" ({', '.join(at[:8])})"
 
 
 def progress_table(runs: Sequence[SweepRun]) -> Table:
     """What runs where, and how far: those at work first, then those that failed, and as many others as there is room for."""
-    order = ("running", "elsewhere", "failed", "waiting", "finished")
+    order = ("running", "elsewhere", "failed", "queued", "waiting", "finished")
     shown = sorted(runs, key=lambda one: order.index(one.state))[:SHOWN]
     table = Table("run", "state", "where", "epoch", "error %", "", title=summary(runs).partition(" (")[0])
     for one in shown:

@@ -115,7 +115,7 @@ class Cluster:
         told |= {"threads": torch.get_num_threads(), "version": __version__}
         away = self.task.options(num_cpus=1, max_retries=0, num_returns="streaming", name=one.name, **share)
         self.at_work[away.remote(told, changed(one.run.path, {}))] = one
-        return "waiting for a node"
+        return ""  # it says so itself, once a node has room for it
 
     def ended(self) -> list[Ending]:
         endings = []
@@ -135,7 +135,7 @@ class Cluster:
             except StopIteration:
                 return Ending(one) if one.run.has(RESULTS) else Ending(one, lost=f"{one.where} ended without results")
             except self.ray.exceptions.RayError as error:
-                return Ending(one, lost=f"{one.where}: {str(error).strip().splitlines()[0]}")
+                return Ending(one, lost=f"{one.where or 'its task'}: {str(error).strip().splitlines()[0]}")
             one.where = news.get("where", one.where)
             if "error" in news:
                 return Ending(one, wrong=news["error"])

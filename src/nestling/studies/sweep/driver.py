@@ -29,12 +29,13 @@ ROWS = "results.csv"
 
 @dataclass(eq=False)
 class SweepRun:
-    """One run of a sweep, and how far it is. `elsewhere`: another process holds its folder."""
+    """One run of a sweep, and how far it is. `queued`: its place has no room for it yet; `elsewhere`: another process holds its
+    folder."""
 
     name: str
     recipe: Recipe
     run: RunDir
-    state: Literal["waiting", "elsewhere", "running", "finished", "failed"] = "waiting"
+    state: Literal["waiting", "elsewhere", "queued", "running", "finished", "failed"] = "waiting"
     where: str = ""
     epoch: int = 0
     errors: list[float] = field(default_factory=list)  # of each stage, as newest known
@@ -84,7 +85,7 @@ class Workplace(Protocol):
     def room(self) -> bool: ...
 
     def start(self, one: SweepRun, command: str) -> str:
-        """Begin a run, or go on with it; says where."""
+        """Begin a run, or go on with it; says where, "" if only `where` will tell, later."""
 
     def ended(self) -> list[Ending]:
         """Those that have ended since it was last asked."""
@@ -157,6 +158,8 @@ def turn(every: Sequence[SweepRun], place: Workplace, command: str) -> None:
     for one in every:
         if one.state in ("waiting", "elsewhere") and place.room():
             begin(one, place, command)
+        if one.state == "queued" and one.where:
+            one.state = "running"
         if one.state in ("running", "elsewhere"):
             one.look()
 
@@ -168,7 +171,8 @@ def begin(one: SweepRun, place: Workplace, command: str) -> None:
         one.run.release()
         begin_or_go_on(one)  # it may have been finished elsewhere
         if one.state != "finished":
-            one.where, one.state, one.why = place.start(one, command), "running", ""
+            one.where, one.why = place.start(one, command), ""
+            one.state = "running" if one.where else "queued"
     except FolderHeld as error:
         one.state, one.why = "elsewhere", str(error)
     except NestlingError as error:
