@@ -40,7 +40,8 @@ def exits(
 ) -> Extended:
     """The module with an exit after each place of `at`: a share of its MACs, or the name of one of its modules.
 
-    A head is pooling, batch norm and a linear layer; "conv" puts a 3x3 convolution of stride 2 to `width` channels before it.
+    A head is pooling, batch norm and a linear layer; "conv" puts two 3x3 convolutions of stride 2 to `width` channels before
+    it, as the paper's early exits have.
     """
     net = name or type(module).__name__
     if not isinstance(module, nn.Module):
@@ -244,10 +245,14 @@ def drawn_head(
     image = value.dim() == 4 and not channels_last(value)
     if image:
         if head == "conv":
-            size = tuple((side + 1) // 2 for side in source.size)
-            last = put("conv", Conv((3, 3), (2, 2), (1, 1)), width, size)
-            last = put("conv_norm", BatchNorm(), width, size)
-            last, channels = put("relu", Map("relu"), width, size), width
+            size = source.size
+            for number in (1, 2):
+                last = put(f"norm{number}", BatchNorm(), channels, size)
+                last = put(f"relu{number}", Map("relu"), channels, size)
+                size, channels = tuple((side + 1) // 2 for side in size), width
+                last = put(f"conv{number}", Conv((3, 3), (2, 2), (1, 1)), channels, size)
+            last = put("norm3", BatchNorm(), channels, size)
+            last = put("relu3", Map("relu"), channels, size)
         last = put("pool", Mean(), channels)
     elif value.dim() > 2:  # tokens, or an image with its channels last
         channels = value.shape[-1]
