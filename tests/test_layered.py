@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, backward
+from nestling.gradients import Accumulator, backward, products, rowless
 from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.layered import exact
 from nestling.gradients.patches import image_bands
+from nestling.gradients.products import product
 from nestling.gradients.rowless import cheaper, find
 
 
@@ -295,3 +296,47 @@ def test_a_scaler_changes_no_step() -> None:
     backward(losses_of(net, *batch()), net, OSGD(), mode="layers", scaler=scaler)
     scaler.unscale_(torch.optim.SGD(net.parameters()))
     assert_same(gradients(net), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 512), (300, 64, 1000), (1, 70_000, 4), (3, 5, 7)])
+def test_products_by_the_faster_library_are_products(shape: tuple[int, int, int]) -> None:
+    """However the matrices lie in memory; in strides of their own, oneDNN's would take a thousand times as long."""
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = shape
+    wide_a, wide_b = torch.randn(2 * m, 2 * k, generator=generator), torch.randn(2 * k, 2 * n, generator=generator)
+    a, b = wide_a[:m, :k], wide_b[::2, ::2]
+    wanted = a.double() @ b.double()
+    for left in (a, a.contiguous(), a.T.contiguous().T):
+        for right in (b, b.contiguous(), b.T.contiguous().T):
+            found = product(left, right)
+            assert found.dtype == torch.float32
+            assert float((found.double() - wanted).norm() / wanted.norm()) < 2e-6
+    torch.testing.assert_close(product(a.double(), b.double()), wanted)
+
+
+def test_rows_of_linear_layers_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are made here, for speed: frozen, absent and unreached tasks as ever, and the same update."""
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "present", lambda: True) if torch.backends.mkldnn.is_available() else None
+    monkeypatch.setattr(rowless, "faster", lambda size, dtype, device: True)  # also where oneDNN is not
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12, bias=False), nn.Tanh())
+    heads = nn.ModuleList(nn.Linear(12, 3) for _ in range(3))
+    every, x = nn.ModuleList([net, heads]), torch.randn(200, 7)
+
+    def losses() -> list[Tensor | None]:
+        first = net[1](net[0](x))
+        z = net[3](net[2](first))
+        return [heads[0](first).pow(2).mean(), heads[1](z).exp().mean(), None, heads[2](z).sin().mean()]
+
+    for scope in ("all", "shared"):
+        updates = []
+        for mode in ("rows", "auto"):
+            rows = Accumulator(every, OSGD(scope=scope), mode=mode)
+            for _ in range(2):  # at the first step some methods look at the rows themselves
+                every.zero_grad()
+                rows.backward(losses())
+            updates.append(gradients(every))
+        assert_same(updates[1], updates[0], atol=1e-6)
+    made = find([loss for loss in losses() if loss is not None], list(every.parameters()))
+    assert made and all(layer.rows for layer in made)
