@@ -131,6 +131,22 @@ def ours(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     return step
 
 
+def plainly(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    """Ours with the products that torch makes by itself: what the method saves, apart from what a faster library does."""
+    from nestling.gradients import products
+
+    step, here = ours(net, losses), products.present
+
+    def plain() -> None:
+        products.present = lambda: False  # type: ignore[assignment]
+        try:
+            step()
+        finally:
+            products.present = here
+
+    return plain
+
+
 def torchjd(chunk: int | None) -> Callable[[nn.Module, Callable[[], list[Tensor]]], Step]:
     def make(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
         from torchjd.autojac import backward, jac_to_grad
@@ -199,6 +215,7 @@ METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
     "summed loss": summed,
     "floor: every task back, one weight gradient": floor,
     OURS: ours,
+    f"{OURS}, torch's own products": plainly,
     "torchjd, vmap": torchjd(None),
     "torchjd, chunk 1": torchjd(1),
     "torchjd, autogram": autogram,

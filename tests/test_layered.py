@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, backward, products, rowless
+from nestling.gradients import Accumulator, backward, products
 from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.layered import exact
@@ -314,29 +314,46 @@ def test_products_by_the_faster_library_are_products(shape: tuple[int, int, int]
     torch.testing.assert_close(product(a.double(), b.double()), wanted)
 
 
-def test_rows_of_linear_layers_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are made here, for speed: frozen, absent and unreached tasks as ever, and the same update."""
-    monkeypatch.setattr(products, "LEAST", 0)
-    monkeypatch.setattr(products, "present", lambda: True) if torch.backends.mkldnn.is_available() else None
-    monkeypatch.setattr(rowless, "faster", lambda size, dtype, device: True)  # also where oneDNN is not
+def test_passes_by_the_faster_library_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent tasks, a checkpoint, a layer compiled and a loss made of it as ever, and the same update."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12, bias=False), nn.Tanh())
-    heads = nn.ModuleList(nn.Linear(12, 3) for _ in range(3))
+    net = nn.Sequential(nn.Linear(7, 200), nn.Tanh(), nn.Linear(200, 200, bias=False), nn.Tanh())
+    heads = nn.ModuleList(nn.Linear(200, 3) for _ in range(3))
     every, x = nn.ModuleList([net, heads]), torch.randn(200, 7)
 
     def losses() -> list[Tensor | None]:
-        first = net[1](net[0](x))
-        z = net[3](net[2](first))
+        first = checkpoint(net[:2], x, use_reentrant=False)
+        z = net[2:](first)
         return [heads[0](first).pow(2).mean(), heads[1](z).exp().mean(), None, heads[2](z).sin().mean()]
 
+    def updated(mode: str, scope: str) -> dict[str, Tensor | None]:
+        rows = Accumulator(every, OSGD(scope=scope), mode=mode)
+        for _ in range(2):  # at the first step some methods look at the rows themselves
+            every.zero_grad()
+            rows.backward(losses())
+        return gradients(every)
+
     for scope in ("all", "shared"):
-        updates = []
-        for mode in ("rows", "auto"):
-            rows = Accumulator(every, OSGD(scope=scope), mode=mode)
-            for _ in range(2):  # at the first step some methods look at the rows themselves
-                every.zero_grad()
-                rows.backward(losses())
-            updates.append(gradients(every))
-        assert_same(updates[1], updates[0], atol=1e-6)
-    made = find([loss for loss in losses() if loss is not None], list(every.parameters()))
-    assert made and all(layer.rows for layer in made)
+        found = {mode: updated(mode, scope) for mode in ("rows", "auto", "layers")}
+        with monkeypatch.context() as patch:
+            patch.setattr(products, "present", lambda: False)
+            wanted = updated("rows", scope)
+        for update in found.values():
+            assert_same(update, wanted, atol=1e-6)
+
+
+def test_only_passes_with_large_products_go_by_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def wide(a: Tensor, b: Tensor) -> Tensor:
+        asked.append((*a.shape, *b.shape))
+        return a @ b
+
+    monkeypatch.setattr(products, "present", lambda: True)
+    monkeypatch.setattr(products, "_wide", wide)
+    for width in (20, 256):
+        net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        out = net(torch.randn(50, width))
+        backward([out.pow(2).mean(), out.mean()], net, OSGD(), mode="rows")
+        assert bool(asked) == (width == 256)
+    assert {(256, 50, 50, 256), (50, 256, 256, 256)} == set(asked)  # gradients of weights, and of what came in

@@ -82,7 +82,6 @@ class Gathered(Generic[R]):
                     self.now.fill_up(task, self.stored[task])
                 if early is not None:
                     self.pending.append(Reduction(self.stored[task], early))
-        self.layers = [layer for layer in self.layers if not layer.rows]  # those that have rows are like any other now
 
     def add_weighted(self, losses: Sequence[Tensor | None], weights: Tensor, retain_graph: bool) -> None:
         """One backward of the weighted losses; torch itself adds it up, in place of the caller's gradients."""
@@ -121,7 +120,7 @@ class Gathered(Generic[R]):
     def _add_task(self, task: int, loss: Tensor, retain: bool) -> None:
         seed = None if self.scale is None else self.scale.to(loss).view(loss.shape)
         without = [layer.param for layer in self.layers]
-        with taken(self.layers, task, self.stored[task]) as edges:
+        with taken(self.layers, task) as edges:
             reached = of_task(loss, seed, retain, task, self.now, self.stored[task], without, edges)
         through = [layer.param for layer in self.layers if task in layer.tasks]
         self.now.missed.difference_update(through)

@@ -22,30 +22,23 @@ EXACT = 1e-6  # of the update; products in float32 that leave less are made agai
 
 
 @contextmanager
-def taken(layers: Sequence[WeightUse], task: int, row: list[Tensor | None]) -> Iterator[list[GradientEdge]]:
-    """Inside, a backward pass to these edges leaves the task's output gradients with the layers; of those that have rows
-    it makes the task's."""
+def taken(layers: Sequence[WeightUse], task: int) -> Iterator[list[GradientEdge]]:
+    """Inside, a backward pass to these edges leaves the task's output gradients with the layers."""
     mine = [layer for layer in layers if task in layer.tasks]
-    hooks = [layer.node.register_prehook(partial(_row if layer.rows else _keep, layer, task, row)) for layer in mine]
+    hooks = [layer.node.register_prehook(partial(_keep, layer.deltas, task)) for layer in mine]
     try:
         yield [layer.edge for layer in mine]
     finally:
         for hook in hooks:
             hook.remove()
     for layer in mine:
-        if task not in layer.deltas and row[layer.param] is None:  # on the way, but nothing comes through
+        if task not in layer.deltas:  # on the way, but nothing comes through
             layer.tasks = tuple(other for other in layer.tasks if other != task)
 
 
-def _keep(layer: WeightUse, task: int, row: list[Tensor | None], given: tuple[Tensor | None, ...]) -> None:
+def _keep(deltas: dict[int, Tensor], task: int, given: tuple[Tensor | None, ...]) -> None:
     if given[0] is not None:
-        layer.deltas[task] = given[0]
-
-
-def _row(layer: WeightUse, task: int, row: list[Tensor | None], given: tuple[Tensor | None, ...]) -> None:
-    if given[0] is not None:
-        with torch.no_grad():
-            row[layer.param] = layer.made(given[0])
+        deltas[task] = given[0]
 
 
 class LayeredRows(LaidOutRows):

@@ -1,16 +1,21 @@
 """Matrix products on a CPU by whichever of torch's two libraries is faster.
 
 torch multiplies matrices by MKL, which keeps chips of other makers from their widest instructions; oneDNN, by which torch
-convolves, does not: on an AMD EPYC with AVX-512 it is 2.3 times as fast. In come two matrices; out comes their product.
+convolves, does not: on an AMD EPYC with AVX-512 it is 2.3 times as fast. In come two matrices, or a backward pass whose products
+of plain matrices are to be made so; out come products.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAST = 1 << 18  # multiplications below which a call costs more than it saves
+WEIGHTS = 1 << 15  # of the largest matrix, below which watching a pass costs more than it saves
 
 
 @lru_cache
@@ -29,6 +34,22 @@ def faster(size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of so many multiplications go by oneDNN."""
     known = dtype == torch.float32 and device.type == "cpu" and size >= LEAST
     return known and bool(torch.backends.mkldnn.enabled) and present()
+
+
+class _Passing(TorchDispatchMode):
+    """Products inside go by `product`, all else as ever."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and all(type(a) in (Tensor, nn.Parameter) for a in args) and not kwargs:
+            return product(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def faster_inside(params: Sequence[Tensor], compiled: bool) -> AbstractContextManager[object]:
+    """For a backward pass to these parameters: worth it where some are large matrices. `compiled`: whether a part of the graph
+    is, which has products of its own."""
+    many = any(p.dim() == 2 and p.numel() >= WEIGHTS and faster(LEAST, p.dtype, p.device) for p in params)
+    return _Passing() if many and not compiled else nullcontext()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

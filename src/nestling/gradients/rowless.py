@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestling.gradients.patches import TAP, image_bands
-from nestling.gradients.products import faster, product
+from nestling.gradients.products import product
 from nestling.gradients.walks import reached
 
 MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
@@ -40,7 +40,6 @@ class WeightUse:
     tasks: tuple[int, ...]
     inputs: Tensor  # a, as the product or convolution had it
     options: tuple[Any, ...]  # stride, padding and dilation of a convolution; empty for a product
-    rows: bool = False  # whether it has rows all the same, made here as soon as a task's output gradient is there
     deltas: dict[int, Tensor] = field(default_factory=dict)  # per task, gradient of what it gave
 
     @property
@@ -96,14 +95,13 @@ class WeightUse:
         total = self.deltas[first] * weights[first]
         for task in rest:
             total = total.add_(self.deltas[task] * weights[task])
-        return self.made(total)
+        return self._product(total)
 
     def row(self, task: int) -> Tensor:
         """The gradient of one task."""
-        return self.made(self.deltas[task])
+        return self._product(self.deltas[task])
 
-    def made(self, delta: Tensor) -> Tensor:
-        """The weight's gradient for a gradient of what it gave."""
+    def _product(self, delta: Tensor) -> Tensor:
         if not self.options:
             return product(delta.T, self.inputs)
         rest = (False, [0, 0], 1, [False, True, False])  # not transposed, one group; the weight's gradient only
@@ -128,21 +126,11 @@ def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool
         if weight is None or node is None or weight._backward_hooks:  # a hook wants to see the gradient
             continue
         tasks = tuple(task for task, nodes in enumerate(per_task) if node in nodes)
-        without = always or cheaper(weight, node, len(tasks))
-        if without or sooner(weight, node):
+        if always or cheaper(weight, node, len(tasks)):
             inputs = _inputs(node)
             if inputs is not None and inputs.dtype == weight.dtype:
-                found.append(
-                    WeightUse(places[id(weight)], weight, node, tasks, inputs, _options(node), rows=not without)
-                )
+                found.append(WeightUse(places[id(weight)], weight, node, tasks, inputs, _options(node)))
     return found
-
-
-def sooner(weight: Tensor, node: Any) -> bool:
-    """Whether rows of a linear layer are made faster here than by autograd."""
-    gave = node._input_metadata[0]
-    known = node.name() != CONVOLUTION and weight.is_contiguous() and gave.dtype == weight.dtype
-    return known and faster(gave.shape[0] * weight.numel(), weight.dtype, weight.device)
 
 
 def cheaper(weight: Tensor, node: Any, tasks: int) -> bool:
