@@ -138,7 +138,7 @@ def plainly(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     step, here = ours(net, losses), products.present
 
     def plain() -> None:
-        products.present = lambda: False  # type: ignore[assignment]
+        products.present = lambda: False
         try:
             step()
         finally:

@@ -188,6 +188,8 @@ class Case:
         if self.mode == "autocast":
             one = self.method in ("sgd", "sgd-sum") and not self.diagnose  # one backward rounds otherwise than several
             net, self.x, tolerance = net.float(), self.x.float(), 1e-2 if one else 1e-4
+        if self.mode == "float32":
+            net, self.x, tolerance = net.float(), self.x.float(), 1e-5
         if self.mode == "compiled":
             options["owners"] = owners_of(losses_of(net(self.x), self.powers), self.named)
         if self.mode.startswith("compiled"):

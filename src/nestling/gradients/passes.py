@@ -118,7 +118,7 @@ def _passed(
         kept = row[i]
         now.params[i].grad = None if kept is None or alone else kept.permute(now.specs[i].inverse)
     inputs: list[Any] = [*params, *edges]
-    with faster_inside(now.params, "torch._dynamo" in sys.modules and holds_compiled(loss)):
+    with faster_inside(now.params, lambda: "torch._dynamo" in sys.modules and holds_compiled(loss)):
         torch.autograd.backward(loss, seed, retain_graph=retain, inputs=inputs)
     return [p.grad for p in params]
 

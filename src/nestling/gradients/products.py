@@ -5,9 +5,8 @@ convolves, does not: on an AMD EPYC with AVX-512 it is 2.3 times as fast. In com
 of plain matrices are to be made so; out come products.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,9 +17,17 @@ LEAST = 1 << 18  # multiplications below which a call costs more than it saves
 WEIGHTS = 1 << 15  # of the largest matrix, below which watching a pass costs more than it saves
 
 
-@lru_cache
+_known: dict[str, bool] = {}  # not lru_cache, which torch.compile warns of
+
+
 def present() -> bool:
     """Whether torch has oneDNN, with a product of plain matrices that is right, on a chip it has been measured on the like of."""
+    if "here" not in _known:
+        _known["here"] = _tried()
+    return _known["here"]
+
+
+def _tried() -> bool:
     if not torch.backends.mkldnn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     try:
@@ -45,11 +52,11 @@ class _Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def faster_inside(params: Sequence[Tensor], compiled: bool) -> AbstractContextManager[object]:
-    """For a backward pass to these parameters: worth it where some are large matrices. `compiled`: whether a part of the graph
-    is, which has products of its own."""
+def faster_inside(params: Sequence[Tensor], compiled: Callable[[], bool]) -> AbstractContextManager[object]:
+    """For a backward pass to these parameters: worth it where some are large matrices. `compiled`: asks whether a part of the
+    graph is, which has products of its own."""
     many = any(p.dim() == 2 and p.numel() >= WEIGHTS and faster(LEAST, p.dtype, p.device) for p in params)
-    return _Passing() if many and not compiled else nullcontext()
+    return _Passing() if many and not compiled() else nullcontext()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
