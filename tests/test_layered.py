@@ -1,5 +1,7 @@
 """Gram matrix and update without rows: the same as with rows, on every layer that is known and beside those that are not."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -357,3 +359,19 @@ def test_only_passes_with_large_products_go_by_the_faster_library(monkeypatch: p
         backward([out.pow(2).mean(), out.mean()], net, OSGD(), mode="rows")
         assert bool(asked) == (width == 256)
     assert {(256, 50, 50, 256), (50, 256, 256, 256)} == set(asked)  # gradients of weights, and of what came in
+
+
+def test_passes_by_the_faster_library_load_no_compiler() -> None:
+    code = """
+import sys, torch
+from nestling.gradients import backward, products
+from nestling.gradients.combiners import OSGD
+net = torch.nn.Linear(256, 256)
+out = net(torch.randn(64, 256))
+with products._Passing():
+    out.sum().item()
+backward([out.pow(2).mean(), out.mean()], net, OSGD())
+print("torch._dynamo" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

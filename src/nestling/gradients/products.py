@@ -46,6 +46,13 @@ def faster(size: int, dtype: torch.dtype, device: torch.device) -> bool:
 class _Passing(TorchDispatchMode):
     """Products inside go by `product`, all else as ever."""
 
+    supports_higher_order_operators = True  # they go through like any other
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its whole compiler at the first operation, 70 MiB of it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default and all(type(a) in (Tensor, nn.Parameter) for a in args) and not kwargs:
             return product(*args)
