@@ -361,6 +361,19 @@ def test_only_passes_with_large_products_go_by_the_faster_library(monkeypatch: p
     assert {(256, 50, 50, 256), (50, 256, 256, 256)} == set(asked)  # gradients of weights, and of what came in
 
 
+def test_sparse_products_in_a_pass_stay_torchs_own() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(256, 256), torch.randn(128, 256)
+    graph = (torch.rand(128, 128) < 0.05).float().to_sparse_csr()
+    updates = []
+    for adjacency in (graph, graph.to_dense()):
+        net.zero_grad()
+        out = adjacency @ net(x).tanh()
+        backward([out.pow(2).mean(), out.mean()], net, OSGD(), mode="rows")
+        updates.append(gradients(net))
+    assert_same(updates[0], updates[1], atol=1e-6)
+
+
 def test_passes_by_the_faster_library_load_no_compiler() -> None:
     code = """
 import sys, torch

@@ -43,6 +43,10 @@ def faster(size: int, dtype: torch.dtype, device: torch.device) -> bool:
     return known and bool(torch.backends.mkldnn.enabled) and present()
 
 
+def _plain(matrix: Tensor) -> bool:
+    return type(matrix) in (Tensor, nn.Parameter) and matrix.layout == torch.strided
+
+
 class _Passing(TorchDispatchMode):
     """Products inside go by `product`, all else as ever."""
 
@@ -54,7 +58,7 @@ class _Passing(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default and all(type(a) in (Tensor, nn.Parameter) for a in args) and not kwargs:
+        if func is torch.ops.aten.mm.default and all(_plain(a) for a in args) and not kwargs:
             return product(*args)
         return func(*args, **(kwargs or {}))
 
