@@ -80,10 +80,10 @@ def test_the_large_models_at_a_size_for_a_try(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "rows.json"
     tiny = ["--device", "cpu", "--tiny", "--batch", "4", "--rounds", "1", "--way", "eager", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["large_trunks.py", *tiny])
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # as main does; put back afterwards
     before = torch.get_float32_matmul_precision()
     try:
-        large_trunks.main()
+        with torch._functorch.config.patch(donated_buffer=False):  # as main does; put back afterwards
+            large_trunks.main()
     finally:
         torch.set_float32_matmul_precision(before)
     rows = json.loads(file.read_text())["rows"]
