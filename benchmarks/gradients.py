@@ -131,6 +131,22 @@ def ours(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
     return step
 
 
+def plainly(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
+    """Ours with the products that torch makes by itself: what the method saves, apart from what a faster library does."""
+    from nestling.gradients import products
+
+    step, here = ours(net, losses), products.present
+
+    def plain() -> None:
+        products.present = lambda: False
+        try:
+            step()
+        finally:
+            products.present = here
+
+    return plain
+
+
 def torchjd(chunk: int | None) -> Callable[[nn.Module, Callable[[], list[Tensor]]], Step]:
     def make(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
         from torchjd.autojac import backward, jac_to_grad
@@ -194,11 +210,14 @@ def config(net: nn.Module, losses: Callable[[], list[Tensor]]) -> Step:
 
 KEEP = {"MALLOC_TOP_PAD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_MAX_": "0"}
 
+RESULTS = Path(__file__).parent.parent / "results" / "gradients-cpu.json"
 OURS = "nestling osgd"
+PLAINLY = f"{OURS}, torch's own products"
 METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
     "summed loss": summed,
     "floor: every task back, one weight gradient": floor,
     OURS: ours,
+    PLAINLY: plainly,
     "torchjd, vmap": torchjd(None),
     "torchjd, chunk 1": torchjd(1),
     "torchjd, autogram": autogram,
@@ -207,10 +226,16 @@ METHODS: dict[str, Callable[[nn.Module, Callable[[], list[Tensor]]], Step]] = {
 }
 
 
+def methods_of(case: "Case | str") -> list[str]:
+    """All; but where there are convolutions alone, products of matrices make no difference."""
+    return [name for name in METHODS if name != PLAINLY or isinstance(case, str)]
+
+
 def ready(case: "Case | str") -> dict[str, Step]:
     """Every method that is installed, warmed up."""
     steps = {}
-    for name, make in METHODS.items():
+    for name in methods_of(case):
+        make = METHODS[name]
         try:
             steps[name] = make(*problem(case))
         except ImportError as missing:
@@ -324,7 +349,7 @@ def for_docs(rows: list[dict[str, object]], cases: list[str]) -> str:
     """Methods down, cases across: time over the summed loss, quartiles, MiB."""
     cells = {(row["case"], row["method"]): cell(row) for row in rows}
     lines = [f"| time over the summed loss / MiB | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
-    for method in METHODS:
+    for method in [name for name in METHODS if any(name in methods_of(CASES[case]) for case in cases)]:
         name = f"**{method}**" if method == OURS else method
         lines.append(f"| {name} | {' | '.join(cells.get((case, method), '') for case in cases)} |")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """A campaign: random models x combiners x scopes x modes against the literal loop in float64. A case is a number.
 
 `python tests/campaign.py --cases 200`, `torchrun --nproc-per-node 2 tests/campaign.py --cases 60` (models wrapped in
-DistributedDataParallel, sharded by FSDP2, or bare). `--first N --cases 1` repeats case N. Prints what went wrong, and a summary.
+DistributedDataParallel, sharded by FSDP2, or bare). `--first N --cases 1` repeats case N. `--float32`: in one process in float32,
+products by oneDNN down to the smallest (gradients/products.py). Prints what went wrong, and a summary.
 A case is right, or refused in words where that is said; nothing else.
 """
 
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import SCOPES, Accumulator, owners_of
+from nestling.gradients import SCOPES, Accumulator, owners_of, products
 from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.gradients.combiners.weighted import Weighted
 
@@ -188,6 +189,8 @@ class Case:
         if self.mode == "autocast":
             one = self.method in ("sgd", "sgd-sum") and not self.diagnose  # one backward rounds otherwise than several
             net, self.x, tolerance = net.float(), self.x.float(), 1e-2 if one else 1e-4
+        if self.mode == "float32":
+            net, self.x, tolerance = net.float(), self.x.float(), 1e-5
         if self.mode == "compiled":
             options["owners"] = owners_of(losses_of(net(self.x), self.powers), self.named)
         if self.mode.startswith("compiled"):
@@ -251,7 +254,7 @@ class Case:
         return total**0.5 / (size * tolerance)
 
 
-def main(first: int, cases: int) -> int:
+def main(first: int, cases: int, float32: bool = False) -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch._functorch.config.donated_buffer = False
@@ -262,7 +265,7 @@ def main(first: int, cases: int) -> int:
     wrong = 0
     for number in range(first, first + cases):
         torch._dynamo.reset() if not ranked else None
-        case = Case(number, TOGETHER if ranked else ALONE)
+        case = Case(number, TOGETHER if ranked else ["float32"] if float32 else ALONE)
         try:
             error = case.error()
         except NestlingError as refusal:
@@ -285,5 +288,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=210)
+    parser.add_argument("--float32", action="store_true")
     asked = parser.parse_args()
-    sys.exit(main(asked.first, asked.cases))
+    if asked.float32:
+        products.LEAST = products.WEIGHTS = 0
+    sys.exit(main(asked.first, asked.cases, asked.float32))

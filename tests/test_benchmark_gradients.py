@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gradients as benchmark
 import large_trunks
+import trunk_counts
 from gradient_zoo import literal_osgd
 from trunks import TRUNKS
 
@@ -25,10 +26,16 @@ def test_the_tables_of_the_documentation_are_those_of_the_results() -> None:
         assert table in page, f"docs/gradients.md lacks what --table {RESULTS.name} prints:\n{table}"
 
 
+def test_the_counts_of_the_documentation_are_those_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "gradients.md").read_text(encoding="utf-8")
+    trunk_counts.main()
+    assert capsys.readouterr().out in page
+
+
 def test_every_case_has_every_method() -> None:
     rows = json.loads(RESULTS.read_text())["rows"]
     assert sorted((row["case"], row["method"]) for row in rows) == sorted(
-        (case, method) for case in benchmark.CASES for method in benchmark.METHODS
+        (name, method) for name, case in benchmark.CASES.items() for method in benchmark.methods_of(case)
     )
 
 
@@ -73,10 +80,10 @@ def test_the_large_models_at_a_size_for_a_try(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "rows.json"
     tiny = ["--device", "cpu", "--tiny", "--batch", "4", "--rounds", "1", "--way", "eager", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["large_trunks.py", *tiny])
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # as main does; put back afterwards
     before = torch.get_float32_matmul_precision()
     try:
-        large_trunks.main()
+        with torch._functorch.config.patch(donated_buffer=False):  # as main does; put back afterwards
+            large_trunks.main()
     finally:
         torch.set_float32_matmul_precision(before)
     rows = json.loads(file.read_text())["rows"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 
+from nestling.gradients import products
+
 HERE = Path(__file__).parent
 
 
@@ -19,6 +21,16 @@ def test_random_models_in_one_process(number: int) -> None:
     case = campaign.Case(number, campaign.ALONE)
     with functorch_config.patch(donated_buffer=False):
         assert case.error() <= 1, str(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_random_models_by_the_faster_library(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where products go by oneDNN: here even the smallest."""
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "WEIGHTS", 0)
+    case = campaign.Case(number, ["float32"])
+    assert case.error() <= 1, str(case)
 
 
 @pytest.mark.slow

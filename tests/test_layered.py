@@ -1,5 +1,7 @@
 """Gram matrix and update without rows: the same as with rows, on every layer that is known and beside those that are not."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
-from nestling.gradients import Accumulator, backward
+from nestling.gradients import Accumulator, backward, products
 from nestling.gradients.combiners import COMBINERS, OSGD, NormSGD, PCGrad
 from nestling.gradients.combiners.weighted import Weighted
 from nestling.gradients.layered import exact
 from nestling.gradients.patches import image_bands
+from nestling.gradients.products import product
 from nestling.gradients.rowless import cheaper, find
 
 
@@ -295,3 +298,93 @@ def test_a_scaler_changes_no_step() -> None:
     backward(losses_of(net, *batch()), net, OSGD(), mode="layers", scaler=scaler)
     scaler.unscale_(torch.optim.SGD(net.parameters()))
     assert_same(gradients(net), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 512), (300, 64, 1000), (1, 70_000, 4), (3, 5, 7)])
+def test_products_by_the_faster_library_are_products(shape: tuple[int, int, int]) -> None:
+    """However the matrices lie in memory; in strides of their own, oneDNN's would take a thousand times as long."""
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = shape
+    wide_a, wide_b = torch.randn(2 * m, 2 * k, generator=generator), torch.randn(2 * k, 2 * n, generator=generator)
+    a, b = wide_a[:m, :k], wide_b[::2, ::2]
+    wanted = a.double() @ b.double()
+    for left in (a, a.contiguous(), a.T.contiguous().T):
+        for right in (b, b.contiguous(), b.T.contiguous().T):
+            found = product(left, right)
+            assert found.dtype == torch.float32
+            assert float((found.double() - wanted).norm() / wanted.norm()) < 2e-6
+    torch.testing.assert_close(product(a.double(), b.double()), wanted)
+
+
+def test_passes_by_the_faster_library_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent tasks, a checkpoint, a layer compiled and a loss made of it as ever, and the same update."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 200), nn.Tanh(), nn.Linear(200, 200, bias=False), nn.Tanh())
+    heads = nn.ModuleList(nn.Linear(200, 3) for _ in range(3))
+    every, x = nn.ModuleList([net, heads]), torch.randn(200, 7)
+
+    def losses() -> list[Tensor | None]:
+        first = checkpoint(net[:2], x, use_reentrant=False)
+        z = net[2:](first)
+        return [heads[0](first).pow(2).mean(), heads[1](z).exp().mean(), None, heads[2](z).sin().mean()]
+
+    def updated(mode: str, scope: str) -> dict[str, Tensor | None]:
+        rows = Accumulator(every, OSGD(scope=scope), mode=mode)
+        for _ in range(2):  # at the first step some methods look at the rows themselves
+            every.zero_grad()
+            rows.backward(losses())
+        return gradients(every)
+
+    for scope in ("all", "shared"):
+        found = {mode: updated(mode, scope) for mode in ("rows", "auto", "layers")}
+        with monkeypatch.context() as patch:
+            patch.setattr(products, "present", lambda: False)
+            wanted = updated("rows", scope)
+        for update in found.values():
+            assert_same(update, wanted, atol=1e-6)
+
+
+def test_only_passes_with_large_products_go_by_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def wide(a: Tensor, b: Tensor) -> Tensor:
+        asked.append((*a.shape, *b.shape))
+        return a @ b
+
+    monkeypatch.setattr(products, "present", lambda: True)
+    monkeypatch.setattr(products, "_wide", wide)
+    for width in (20, 256):
+        net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        out = net(torch.randn(50, width))
+        backward([out.pow(2).mean(), out.mean()], net, OSGD(), mode="rows")
+        assert bool(asked) == (width == 256)
+    assert {(256, 50, 50, 256), (50, 256, 256, 256)} == set(asked)  # gradients of weights, and of what came in
+
+
+def test_sparse_products_in_a_pass_stay_torchs_own() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(256, 256), torch.randn(128, 256)
+    graph = (torch.rand(128, 128) < 0.05).float().to_sparse_csr()
+    updates = []
+    for adjacency in (graph, graph.to_dense()):
+        net.zero_grad()
+        out = adjacency @ net(x).tanh()
+        backward([out.pow(2).mean(), out.mean()], net, OSGD(), mode="rows")
+        updates.append(gradients(net))
+    assert_same(updates[0], updates[1], atol=1e-6)
+
+
+def test_passes_by_the_faster_library_load_no_compiler() -> None:
+    code = """
+import sys, torch
+from nestling.gradients import backward, products
+from nestling.gradients.combiners import OSGD
+net = torch.nn.Linear(256, 256)
+out = net(torch.randn(64, 256))
+with products._Passing():
+    out.sum().item()
+backward([out.pow(2).mean(), out.mean()], net, OSGD())
+print("torch._dynamo" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

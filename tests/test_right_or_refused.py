@@ -117,6 +117,30 @@ def test_losses_of_another_model_are_refused_in_words(name: str, combine: Weight
         rows.backward(losses_of(net, *batch()))
 
 
+@pytest.mark.parametrize("combine", [OSGD(), SumSGD()], ids=["osgd", "sgd-sum"])
+@pytest.mark.parametrize("mode", ["rows", "layers"])
+def test_a_list_of_parameters_does_not_lose_a_head_in_silence(combine: Weighted, mode: str) -> None:
+    """Given a list, a head that is replaced later would get no gradient; other changes from step to step are fine."""
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 2) for _ in range(2))
+    beside = nn.Linear(6, 2)  # used, and not given on purpose
+
+    def losses(absent: bool = False) -> list[torch.Tensor | None]:
+        z = trunk(torch.ones(3, 4)).tanh()
+        return [(heads[0](z) + beside(z)).pow(2).mean(), None if absent else heads[1](z).exp().mean()]
+
+    rows = Accumulator([*trunk.parameters(), *heads.parameters()], combine, mode=mode)
+    for absent in (False, True, False):
+        rows.backward(losses(absent))
+    heads[0].requires_grad_(False)
+    rows.backward(losses())
+    heads[0].requires_grad_(True)
+    heads[1] = nn.Linear(6, 2)
+    with pytest.raises(NestlingError, match=r"seems to have been replaced.*Give the model itself"):
+        rows.backward(losses())
+    assert heads[1].weight.grad is None
+
+
 @pytest.mark.parametrize("combine", [OSGD(), SGD()])
 def test_parameters_that_are_replaced_are_followed(combine: Weighted) -> None:
     net = make("nested")

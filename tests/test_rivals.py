@@ -153,6 +153,41 @@ def test_equal_to_torchjd_where_its_solver_is_installed(name: str) -> None:
     torch.testing.assert_close(weights_of(ours, rows) @ rows, theirs(rows), atol=2e-3, rtol=2e-3)
 
 
+def nash_cases() -> list[Tensor]:
+    """Gradients of equal and of unequal lengths, up to 1 : 10,000, in agreement and in conflict."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for n, decades, common in [(2, 0, 0), (3, 2, 0), (3, 4, 0), (5, 0, 3), (5, 2, 0), (4, 0, -2), (6, 1, 1), (8, 3, 0)]:
+        lengths = 10 ** torch.linspace(-decades / 2, decades / 2, n, dtype=torch.float64)
+        rows = torch.randn(n, 40, generator=generator, dtype=torch.float64) * lengths[:, None]
+        found.append(rows + common * torch.randn(40, generator=generator, dtype=torch.float64))
+    return found
+
+
+def test_where_torchjds_nash_is_another_ours_is_the_solution() -> None:
+    """G a = 1 / a holds for ours in every case; TorchJD's either is the same, or does not satisfy it, and its bargain is
+    worse. The condition has one solution: it is the gradient of a convex function, zero at its least value alone."""
+    found = []
+    for rows in nash_cases():
+        gram = rows @ rows.T
+        ours = weights_of(NashMTL("all"), rows)
+        assert float((ours * (gram @ ours) - 1).abs().max()) < 1e-6
+        found.append((rows, gram, ours))
+    pytest.importorskip("cvxpy", reason="torchjd's NashMTL needs cvxpy and ecos")
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    others = 0
+    for rows, gram, ours in found:
+        aggregator = aggregation.NashMTL(len(rows), max_norm=0.0, optim_niter=300)
+        update = aggregator(rows)
+        theirs = torch.as_tensor(aggregator.weighting.prvs_alpha).double()
+        if float((update - ours @ rows).norm() / (ours @ rows).norm()) < 1e-3:
+            continue
+        others += 1
+        assert float((theirs * (gram @ theirs) - 1).abs().max()) > 1.0
+        worse = [float(a @ gram @ a / 2 - a.log().sum()) for a in (theirs, ours)]
+        assert worse[0] > worse[1] + 1.0
+    assert others < len(found)
+
+
 @zoo
 def test_nash_is_where_every_task_gains_the_same_share(name: str, rows: Tensor) -> None:
     if torch.linalg.matrix_rank(rows) < len(rows):

@@ -32,6 +32,7 @@ from nestling.gradients.gathered import Gathered
 from nestling.gradients.owners import from_owners
 from nestling.gradients.passes import let_go
 from nestling.gradients.reduce import group_of
+from nestling.gradients.replaced import Followed
 from nestling.gradients.rowless import find
 from nestling.gradients.trained import Statistics, Trained
 from nestling.gradients.walks import refuse_scaled
@@ -96,6 +97,8 @@ class Accumulator(Generic[R]):
         whole = compiled_inside(params) if isinstance(params, nn.Module) else None
         asked = whole is not None and owners is None and self.now.layout is None and combine.owners_matter
         self.eager = EagerFirst(whole) if whole is not None and asked else None
+        told = self.now.layout is not None or owners is not None or self.now.route is not None
+        self.followed = None if self.net is not None or told else Followed()
         self.renew()
         self.clear()
 
@@ -152,6 +155,8 @@ class Accumulator(Generic[R]):
             if self.eager is not None and self.now.told:
                 self.eager.done()
                 self.eager = None
+        if self.followed is not None:
+            self.followed.look(there, self.now.named, step.used())
         step.sum_up()
         step.broken = False
         step.micro += 1

@@ -255,6 +255,11 @@ class Gathered(Generic[R]):
         if wrong:
             raise nonfinite_gradient(self.now.named[wrong[0]][0])
 
+    def used(self) -> list[bool]:
+        """Per parameter whether a loss reached it."""
+        without = {layer.param for layer in self.layers if layer.tasks}
+        return [i in without or any(row[i] is not None for row in self.stored) for i in range(len(self.now.params))]
+
     def masks(self) -> list[int]:
         """Per parameter the tasks that reached it, as bits."""
         layers = {layer.param: sum(1 << task for task in layer.tasks) for layer in self.layers}

@@ -4,6 +4,7 @@ In come losses and parameters; out come gradients, in the parameters' order. Tor
 is taken from there is nobody else's; the caller's own gradients are put aside meanwhile.
 """
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from nestling.gradients.checks import explained, refuse_sparse
+from nestling.gradients.products import faster_inside
 from nestling.gradients.trained import Trained
 from nestling.gradients.walks import holds_compiled, refuse_reentrant
 
@@ -116,7 +118,8 @@ def _passed(
         kept = row[i]
         now.params[i].grad = None if kept is None or alone else kept.permute(now.specs[i].inverse)
     inputs: list[Any] = [*params, *edges]
-    torch.autograd.backward(loss, seed, retain_graph=retain, inputs=inputs)
+    with faster_inside(now.params, lambda: "torch._dynamo" in sys.modules and holds_compiled(loss)):
+        torch.autograd.backward(loss, seed, retain_graph=retain, inputs=inputs)
     return [p.grad for p in params]
 
 

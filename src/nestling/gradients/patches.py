@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from nestling.gradients.products import product
+
 TAP = 24  # products that cost as much as to add one number along a diagonal, on a CPU
 
 
@@ -21,7 +23,7 @@ def image_bands(
     pixels = images.flatten(2).transpose(1, 2).contiguous()  # (images, pixels, channels)
     for start in range(0, len(pixels), count):
         here, before = pixels[start : start + count], pixels[: start + count]
-        among = here.flatten(0, 1) @ before.flatten(0, 1).T
+        among = product(here.flatten(0, 1), before.flatten(0, 1).T)
         among = among.view(len(here), high, wide, len(before), high, wide)
         for dim in (1, 0):
             among = _along(among, (1 + dim, 4 + dim), kernel[dim], padding[dim], dilation[dim])

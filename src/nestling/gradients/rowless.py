@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestling.gradients.patches import TAP, image_bands
+from nestling.gradients.products import product
 from nestling.gradients.walks import reached
 
 MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self")}  # where the weight and a are found
@@ -48,20 +49,21 @@ class WeightUse:
     def gram(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inner products of its tasks' gradients, (tasks, tasks) of `self.tasks`, float64, with products over i in `dtype`;
         and how far rounding may have moved them, (tasks,): over products of random signs, as for a sum of many."""
-        deltas = torch.stack([self._flat_delta(t).to(dtype) for t in self.tasks])
-        sizes = torch.linalg.vector_norm(deltas, dim=2).square_()  # (tasks, i)
-        found = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas.device)
-        spread = found.new_zeros(len(deltas))
+        deltas = torch.cat([self._flat_delta(t).to(dtype) for t in self.tasks], 1)  # (i, tasks * out)
+        by_task = deltas.view(len(deltas), len(self.tasks), -1)
+        sizes = torch.linalg.vector_norm(by_task, dim=2).square_()  # (i, tasks)
+        found = torch.zeros(len(self.tasks), len(self.tasks), dtype=torch.float64, device=deltas.device)
+        spread = found.new_zeros(len(self.tasks))
         start = 0
         for among in self._bands(dtype):  # symmetric: the lower half will do
             here, before = slice(start, start + len(among)), slice(start + len(among))
             start += len(among)
             among[:, here] /= 2
-            through = among @ deltas[:, before]  # (tasks, band, out)
-            products = deltas[:, here].transpose(0, 1) @ through.permute(1, 2, 0)  # (band, tasks, tasks)
+            through = product(among, deltas[before]).view(len(among), len(self.tasks), -1)
+            products = by_task[here] @ through.transpose(1, 2)  # (band, tasks, tasks)
             found += products.sum(0, dtype=torch.float64)
-            moved = sizes[:, before] @ among.square_().T + torch.linalg.vector_norm(through, dim=2).square_()
-            spread += (sizes[:, here].double() * moved).sum(1)
+            moved = among.square_() @ sizes[before] + torch.linalg.vector_norm(through, dim=2).square_()
+            spread += (sizes[here].double() * moved).sum(0)
         return found + found.T, 2 * torch.finfo(dtype).eps * spread.sqrt()
 
     def _bands(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -72,7 +74,7 @@ class WeightUse:
             return
         inputs = self._flat_inputs().to(dtype)
         for start in range(0, len(inputs), BAND):
-            yield inputs[start : start + BAND] @ inputs[: start + BAND].T
+            yield product(inputs[start : start + BAND], inputs[: start + BAND].T)
 
     def _flat_inputs(self) -> Tensor:
         """a: (i, entries of a weight's row)."""
@@ -101,7 +103,7 @@ class WeightUse:
 
     def _product(self, delta: Tensor) -> Tensor:
         if not self.options:
-            return delta.T @ self.inputs
+            return product(delta.T, self.inputs)
         rest = (False, [0, 0], 1, [False, True, False])  # not transposed, one group; the weight's gradient only
         _, found, _ = torch.ops.aten.convolution_backward(delta, self.inputs, self.weight, None, *self.options, *rest)
         made: Tensor = found
