@@ -86,6 +86,7 @@ class Training:
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
         # Greedy training gives every stage the recipe's epochs, one stage after another.
         self.total = recipe.train.epochs * (len(self.step.greedy.trained) if self.step.greedy else 1)
+        self.check_average()
         self.done = 0  # epochs whose line is in the log
         self.saved = 0  # epochs of the newest checkpoint
         self.unsaved: dict[str, Tensor] = {}  # the state after `done` epochs, where it is not in a checkpoint yet
@@ -93,6 +94,19 @@ class Training:
         self.examined: Examined | None = None  # the newest answers to the test split
         self.board = Board(run.path) if recipe.train.tensorboard else None
         self.main = main_rank()
+
+    def check_average(self) -> None:
+        """Say so where a run is too short for its average: what it began with, norms' statistics too, would be part of it."""
+        average, steps = (
+            self.recipe.train.average,
+            self.total * stepping.steps_per_epoch(self.data.train, self.recipe.train.batch),
+        )
+        if steps and average**steps > 0.01:
+            say_once(
+                f"train.average={average:g} looks back over {1 / (1 - average):.0f} steps and this run has {steps}: "
+                f"{average**steps:.0%} of what is saved will be what it began with; set train.average={0.01 ** (1 / steps):.2g} "
+                "or less, or 0"
+            )
 
     def make_step(self, compiled: bool) -> Step:
         self.compiled = compiled
