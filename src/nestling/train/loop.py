@@ -97,15 +97,13 @@ class Training:
 
     def check_average(self) -> None:
         """Say so where a run is too short for its average: what it began with, norms' statistics too, would be part of it."""
-        average, steps = (
-            self.recipe.train.average,
-            self.total * stepping.steps_per_epoch(self.data.train, self.recipe.train.batch),
-        )
-        if steps and average**steps > 0.01:
+        average = self.recipe.train.average
+        steps = self.total * stepping.steps_per_epoch(self.data.train, self.recipe.train.batch)
+        if average and average**steps > 0.01 and steps:
+            fitting = int(1000 * 0.01 ** (1 / steps)) / 1000
             say_once(
-                f"train.average={average:g} looks back over {1 / (1 - average):.0f} steps and this run has {steps}: "
-                f"{average**steps:.0%} of what is saved will be what it began with; set train.average={0.01 ** (1 / steps):.2g} "
-                "or less, or 0"
+                f"train.average={average:g} is too much for the {steps} steps of this run: {average**steps:.0%} of what is saved "
+                f"will be what it began with; set train.average={fitting:g} or less, or 0"
             )
 
     def make_step(self, compiled: bool) -> Step:
