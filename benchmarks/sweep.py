@@ -14,6 +14,7 @@ torch counts them, one step of OSGD, export and Runtime. Whatever libraries are 
 """
 
 import argparse
+import copy
 import csv
 import importlib.metadata
 import importlib.util
@@ -255,7 +256,7 @@ def check(net: NestedNet, module: nn.Module, x: Tensor, own_answer: bool) -> Non
     with torch.no_grad():
         whole, staged = net(x), [answer.clone() for answer in net.answers(x)]
         if own_answer:
-            assert near(whole[-1], module(x), 1e-5), "the last answer is not the module's"
+            assert own_in_the_end(net, module, x, whole[-1]), "the last answer is not the module's"
         for mine, theirs in zip(whole, staged, strict=True):
             assert near(mine, theirs, 1e-3), "stages and whole differ"
         check_work(net, x)
@@ -278,6 +279,14 @@ def check(net: NestedNet, module: nn.Module, x: Tensor, own_answer: bool) -> Non
 
 def near(one: Tensor, other: Tensor, share: float) -> bool:
     return one.shape == other.shape and bool((one - other).abs().max() <= share * other.abs().max().clamp(min=1e-6))
+
+
+def own_in_the_end(net: NestedNet, module: nn.Module, x: Tensor, last: Tensor) -> bool:
+    """Whether the last answer is the module's; where rounding in float32 may hide that, in float64."""
+    if near(last, module(x), 1e-5):
+        return True
+    net, module = copy.deepcopy(net).double(), copy.deepcopy(module).double()
+    return near(net(x.double())[-1], module(x.double()), 1e-9)
 
 
 def check_work(net: NestedNet, x: Tensor) -> None:

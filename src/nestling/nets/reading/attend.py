@@ -199,7 +199,9 @@ class Attend(Mover):
         over_channels = [kind_of(each, dim) for each in (q, k, v) for dim in (-2, -1)] == ["channel", "pixel"] * 3
         looks = (self.covariance if over_channels else self.scores)(node, q, k, scale)
         looks = looks if mask is None else self.beside(node, looks, mask, "add")
-        looks = self.pixelwise(node, looks, nn.Softmax(-1), "softmax")
+        weighed = self.over_pixels(node, looks, -1, nn.Softmax, "softmax")
+        assert weighed is not None
+        looks = weighed
         if drop:
             looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
         return (self.mingle if over_channels else self.weigh)(node, looks, v)
