@@ -257,6 +257,28 @@ def test_a_transformer_with_exits_answers_by_deadline(tmp_path: Any) -> None:
     assert answer.name == "abcdefg"[int(expected.argmax())]
 
 
+class Parted(nn.Module):
+    """A layer one half of whose channels is read much later than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.both = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.norm, self.deep, self.head = nn.BatchNorm2d(8), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early, late = self.norm(self.both(self.stem(x))).chunk(2, dim=1)
+        logits: Tensor = self.head((self.deep(early.relu()) * late).mean((2, 3)))
+        return logits
+
+
+def test_channels_that_only_a_later_answer_needs_are_born_with_it() -> None:
+    net = exits(Parted().eval(), at=("deep",), shape=IMAGE).eval()
+    assert net.plan.by_name["both"].births == (1,) * 4 + (2,) * 4
+    x = torch.randn(2, *IMAGE)
+    for mine, staged in zip(net(x), net.answers(x), strict=True):
+        assert torch.allclose(mine, staged, atol=1e-5)
+
+
 class Windows(nn.Module):
     """Fused attention inside windows, which have a dimension of their own; all heads have a bias in common."""
 
