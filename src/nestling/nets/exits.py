@@ -22,8 +22,8 @@ from nestling.nets.reading.assemble import Assembled, built, fitted
 from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import Reader, read_whole
 from nestling.nets.reading.sketch import Sketch
-from nestling.nets.reading.trace import BATCHES, Shape
 from nestling.nets.reading.ties import groups_of
+from nestling.nets.reading.trace import BATCHES, Shape
 from nestling.nets.reading.watcher import path_of
 
 HEADS = ("linear", "conv")

@@ -265,7 +265,9 @@ class Both:
         mine: dict[str, Tensor] = {}
         nodes = {o: n for n, o in self.made.origins.items() if n in self.one.plan.by_name}
         modules = {path: layer for path, layer in self.module.named_modules() if path in nodes}
-        modules = {path: layer for path, layer in modules.items() if not [*layer.children()]}  # else it does more than its node
+        modules = {
+            path: layer for path, layer in modules.items() if not [*layer.children()]
+        }  # else it does more than its node
         handles = [watch(layer, theirs, path) for path, layer in modules.items()]
         handles += [watch(self.one.layer(nodes[path]), mine, path) for path in modules]
         x, plain = noise(self.module, case.batch, case.shape), replace(case, gradients=False)

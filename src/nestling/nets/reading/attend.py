@@ -25,7 +25,8 @@ from nestling.nets.reading.watcher import path_of
 
 PRODUCT = (
     "it multiplies tensors of shapes {} and {}; of such products only attention is nested, queries by keys and then by values, "
-    "where heads are whole and tokens are not channels"
+    "where heads are whole and tokens are not channels. What would help: attention without this product (positions added as a "
+    "bias, looks made of queries and keys), or nestling.exits, which takes it as it is"
 )
 
 
