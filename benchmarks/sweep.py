@@ -14,6 +14,7 @@ torch counts them, one step of OSGD, export and Runtime. Whatever libraries are 
 """
 
 import argparse
+import copy
 import csv
 import importlib.metadata
 import importlib.util
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,7 +257,7 @@ def check(net: NestedNet, module: nn.Module, x: Tensor, own_answer: bool) -> Non
     with torch.no_grad():
         whole, staged = net(x), [answer.clone() for answer in net.answers(x)]
         if own_answer:
-            assert near(whole[-1], module(x), 1e-5), "the last answer is not the module's"
+            assert own_in_the_end(net, module, x, whole[-1]), "the last answer is not the module's"
         for mine, theirs in zip(whole, staged, strict=True):
             assert near(mine, theirs, 1e-3), "stages and whole differ"
         check_work(net, x)
@@ -280,14 +282,24 @@ def near(one: Tensor, other: Tensor, share: float) -> bool:
     return one.shape == other.shape and bool((one - other).abs().max() <= share * other.abs().max().clamp(min=1e-6))
 
 
+def own_in_the_end(net: NestedNet, module: nn.Module, x: Tensor, last: Tensor) -> bool:
+    """Whether the last answer is the module's; where rounding in float32 may hide that, in float64."""
+    if near(last, module(x), 1e-5):
+        return True
+    net, module = copy.deepcopy(net).double(), copy.deepcopy(module).double()
+    return near(net(x.double())[-1], module(x.double()), 1e-9)
+
+
 def check_work(net: NestedNet, x: Tensor) -> None:
     """Torch's own counter (2 per multiply-accumulate) sees the planned work in every stage.
 
-    It does not know the fused attention of CPUs, and counts nothing there: attention runs in its plain form."""
+    It does not know the fused attention and LSTMs of CPUs, and counts nothing there: they run in their plain forms."""
     state: tuple[Tensor, ...] = (x[:1],)
     for number, stage in enumerate(net.stages, start=1):
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            _, state = stage(state)
+        with warnings.catch_warnings(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            warnings.simplefilter("ignore")  # of switching it off
+            with torch.backends.mkldnn.flags(enabled=False):
+                _, state = stage(state)
         found, planned = counter.get_total_flops() / 2, net.plan.new_macs(number)
         assert abs(found - planned) <= 0.01 * planned, f"stage {number} does {found:.0f} MACs, planned were {planned}"
 

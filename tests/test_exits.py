@@ -257,6 +257,51 @@ def test_a_transformer_with_exits_answers_by_deadline(tmp_path: Any) -> None:
     assert answer.name == "abcdefg"[int(expected.argmax())]
 
 
+class Parted(nn.Module):
+    """A layer one half of whose channels is read much later than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.both = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.norm, self.deep, self.head = nn.BatchNorm2d(8), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early, late = self.norm(self.both(self.stem(x))).chunk(2, dim=1)
+        logits: Tensor = self.head((self.deep(early.relu()) * late).mean((2, 3)))
+        return logits
+
+
+def test_channels_that_only_a_later_answer_needs_are_born_with_it() -> None:
+    net = exits(Parted().eval(), at=("deep",), shape=IMAGE).eval()
+    assert net.plan.by_name["both"].births == (1,) * 4 + (2,) * 4
+    x = torch.randn(2, *IMAGE)
+    for mine, staged in zip(net(x), net.answers(x), strict=True):
+        assert torch.allclose(mine, staged, atol=1e-5)
+
+
+class Windows(nn.Module):
+    """Fused attention inside windows, which have a dimension of their own; all heads have a bias in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.qkv, self.head = nn.Conv2d(3, 8, 2, 2), nn.Linear(8, 24), nn.Linear(8, 10)
+        self.bias = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).reshape(x.shape[0], 4, 16, 3, 2, 4).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias).permute(0, 2, 3, 1, 4).reshape(x.shape)
+        logits: Tensor = self.head((x + y).mean(1))
+        return logits
+
+
+def test_fused_attention_of_windows_is_exported(tmp_path: Any) -> None:
+    module, x = Windows().eval(), torch.randn(2, *IMAGE)
+    net = exits(module, at=("patch",), shape=IMAGE).eval()
+    spec = nestling.Spec("it", IMAGE, tuple("abcdefghij"), net.sizes, mean=(0.5,) * 3, std=(0.5,) * 3)
+    nestling.export_net(net, spec, tmp_path / "it", x)  # which verifies what it wrote
+
+
 def test_work_is_counted_as_torch_counts_it() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -539,6 +539,14 @@ def test_the_proof_finds_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch
         agree.prove(module, sketch, IMAGE, lambda *_: sketch, "mine")
 
 
+def test_a_module_that_computes_in_float32_itself_is_held_to_float32() -> None:
+    class Coarse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.float() / 3).to(x.dtype)
+
+    nest(plain(Coarse()), "w", shape=IMAGE)
+
+
 def test_the_proof_leaves_the_module_and_chance_alone() -> None:
     module = plain(nn.BatchNorm2d(8), nn.Dropout(0.5))
     before = {key: value.clone() for key, value in module.state_dict().items()}

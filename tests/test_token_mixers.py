@@ -39,9 +39,9 @@ class Biased(Heads):
 
     pairs: Tensor
 
-    def __init__(self, tokens: int = 16, fused: bool = False) -> None:
-        super().__init__()
-        self.table, self.fused = nn.Parameter(torch.randn(2 * tokens - 1, 4)), fused
+    def __init__(self, tokens: int = 16, fused: bool = False, heads: int = 4) -> None:
+        super().__init__(heads=heads)
+        self.table, self.fused = nn.Parameter(torch.randn(2 * tokens - 1, heads)), fused
         self.register_buffer("pairs", torch.arange(tokens)[:, None] - torch.arange(tokens) + tokens - 1)
 
     def bias(self) -> Tensor:
@@ -70,6 +70,15 @@ class OneForAll(nn.Module):
         q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
         k, v = self.kv(x).unsqueeze(1).chunk(2, dim=-1)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+class OneKey(Heads):
+    """All tokens look at one, which is their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        y = F.scaled_dot_product_attention(q, k.mean(2, keepdim=True), v.mean(2, keepdim=True))
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
 
 
 class Cosines(Heads):
@@ -460,7 +469,9 @@ class Distilled(nn.Module):
 GOOD: dict[str, Callable[[], nn.Module]] = {
     "a bias looked up in a table": lambda: Tokens(Biased()),
     "the same in torch's fused form": lambda: Tokens(Biased(fused=True)),
+    "a single head, a bias, torch's fused form": lambda: Tokens(Biased(fused=True, heads=1)),
     "one head of keys for all queries": lambda: Tokens(OneForAll()),
+    "a single token to look at": lambda: Tokens(OneKey()),
     "queries and keys of length one": lambda: Tokens(Cosines()),
     "queries and keys normalised": lambda: Tokens(NormedKeys()),
     "a bias put together of several": lambda: Tokens(LateBias()),

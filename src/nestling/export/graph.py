@@ -22,7 +22,7 @@ from torch import Tensor
 from nestling.errors import NestlingError
 from nestling.export.freeze import Frozen
 from nestling.export.opset import declare_oldest
-from nestling.export.torchstage import TorchStage
+from nestling.export.spelled import Spelled
 from nestling.nets.ops.forms import as_onnx
 from nestling.nets.ops.frozen import Op
 
@@ -112,7 +112,7 @@ def trace_stage(frozen: Frozen, shapes: Shapes) -> bytes:
         with warnings.catch_warnings(), quietly(EXPORTER):
             warnings.simplefilter("ignore")  # the exporter's own, about its own use of torch
             program = torch.onnx.export(
-                TorchStage(frozen),
+                Spelled(frozen),
                 state,
                 dynamo=True,
                 dynamic_shapes=free,

@@ -22,6 +22,7 @@ from nestling.nets.reading.assemble import Assembled, built, fitted
 from nestling.nets.reading.baked import baked
 from nestling.nets.reading.read import Reader, read_whole
 from nestling.nets.reading.sketch import Sketch
+from nestling.nets.reading.ties import groups_of
 from nestling.nets.reading.trace import BATCHES, Shape
 from nestling.nets.reading.watcher import path_of
 
@@ -213,7 +214,7 @@ def planned(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width:
             f"{net}: its answer is a tensor of shape (N, {classes}, ...); exits answer with one row of logits"
         )
     sizes = (*(f"exit{stage}" for stage in range(1, stages)), "full")
-    plan = Plan(net, tuple(nodes), (*heads, sketch.output), sizes)
+    plan = put_off(Plan(net, tuple(nodes), (*heads, sketch.output), sizes))
     return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Extended)
 
 
@@ -229,6 +230,19 @@ def first_needed(sketch: Sketch, ends: list[str]) -> dict[str, int]:
                 open_ends += sketch.nodes[name].reads
     births[next(iter(sketch.nodes))] = 1
     return births
+
+
+def put_off(plan: Plan) -> Plan:
+    """Channels of a layer that no answer needs as early as its others (parts that go their own ways) are born later."""
+    bound = {node.shares for node in plan.nodes}
+    nodes = []
+    for node in plan.nodes:
+        alone = node.op.weighted and not node.shares and node.name not in bound
+        if alone and not groups_of(node, plan.by_name[node.reads[0]]):
+            first = [(owned & -owned).bit_length() for owned in plan.owners[node.name]]  # 0: none, which settles later
+            node = replace(node, births=tuple(map(max, node.births, first)))
+        nodes.append(node)
+    return replace(plan, nodes=tuple(nodes))
 
 
 def drawn_head(

@@ -57,15 +57,15 @@ def prove(
         return
     start = clock()
     with torch.enable_grad():
-        twin = precise(module, shape)
+        twin, kinds = precise(module, shape)
         if sketch.made:  # of the precise module's parameters, so that weights which are made of them are as precise
             module, sketch = twin, read(twin, shape, net)
-        here = Both(module, twin, sketch, net)
+        here = Both(module, twin, sketch, net, kinds)
         pairs = [(here, Case(batch, shape, mode, batch == BATCHES[0])) for batch in BATCHES for mode in (True, False)]
         other = other_shape(twin, shape)
         if other is not None:
             try:
-                there = Both(module, twin, read(module, other, net), net)
+                there = Both(module, twin, read(module, other, net), net, kinds)
             except NestlingError:  # it runs there, but as something else; the nest is for images of `shape`
                 pass
             else:
@@ -78,19 +78,20 @@ def prove(
             both.compare(case)
 
 
-def precise(module: nn.Module, shape: Shape) -> nn.Module:
-    """A copy of the module in float64, if it runs so."""
+def precise(module: nn.Module, shape: Shape) -> tuple[nn.Module, set[torch.dtype]]:
+    """A copy of the module in float64, if it runs so; and the number types it computes in, since its code may ask for another."""
     twin = copy.deepcopy(module)
     for layer in twin.modules():
         if type(layer) is nn.SyncBatchNorm:  # in one process it is batch norm, and runs on a CPU
             layer.__class__ = Plain  # type: ignore[assignment]
     plain, twin = copy.deepcopy(twin), twin.double()
+    seen = Kinds()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), seen:
             copy.deepcopy(twin).eval()(noise(twin, 1, shape))
     except Exception:  # the module's own code may want its own number type
-        twin = plain
-    return twin
+        return plain, set()
+    return twin, seen.kinds
 
 
 class Plain(nn.BatchNorm2d):
@@ -125,7 +126,7 @@ def noise(twin: nn.Module, batch: int, shape: Shape) -> Tensor:
 class Both:
     """A copy of the module beside its one-stage form, and which tensor of the one is which of the other."""
 
-    def __init__(self, module: nn.Module, twin: nn.Module, sketch: Sketch, net: str) -> None:
+    def __init__(self, module: nn.Module, twin: nn.Module, sketch: Sketch, net: str, seen: set[torch.dtype]) -> None:
         self.net, self.sketch = net, sketch
         self.module = copy.deepcopy(twin)
         for path, layer in self.module.named_modules():
@@ -136,7 +137,7 @@ class Both:
         kinds = {p.dtype for p in twin.parameters() if p.is_floating_point()}
         if kinds == {torch.float64}:
             self.one.double()
-        self.tolerance = max((TOLERANCE.get(kind, 0.1) for kind in kinds), default=1e-6)
+        self.tolerance = max((TOLERANCE.get(kind, 0.1) for kind in kinds | seen), default=1e-6)
         originals = (*module.parameters(), *module.buffers())
         copies = (*self.module.parameters(), *self.module.buffers())
         self.weights = MadeWeights()
@@ -264,6 +265,9 @@ class Both:
         mine: dict[str, Tensor] = {}
         nodes = {o: n for n, o in self.made.origins.items() if n in self.one.plan.by_name}
         modules = {path: layer for path, layer in self.module.named_modules() if path in nodes}
+        modules = {
+            path: layer for path, layer in modules.items() if not [*layer.children()]
+        }  # else it does more than its node
         handles = [watch(layer, theirs, path) for path, layer in modules.items()]
         handles += [watch(self.one.layer(nodes[path]), mine, path) for path in modules]
         x, plain = noise(self.module, case.batch, case.shape), replace(case, gradients=False)
@@ -297,6 +301,20 @@ class MadeWeights(TorchFunctionMode):
                 weight.retain_grad()
                 self.seen.append(weight)
         return func(*args, **kwargs)
+
+
+class Kinds(TorchFunctionMode):
+    """While a module runs: the number types of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.is_floating_point():
+            self.kinds.add(made.dtype)
+        return made
 
 
 def watch(layer: nn.Module, into: dict[str, Tensor], key: str) -> Any:

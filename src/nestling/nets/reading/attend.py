@@ -25,7 +25,8 @@ from nestling.nets.reading.watcher import path_of
 
 PRODUCT = (
     "it multiplies tensors of shapes {} and {}; of such products only attention is nested, queries by keys and then by values, "
-    "where heads are whole and tokens are not channels"
+    "where heads are whole and tokens are not channels. What would help: attention without this product (positions added as a "
+    "bias, looks made of queries and keys), or nestling.exits, which takes it as it is"
 )
 
 
@@ -199,7 +200,9 @@ class Attend(Mover):
         over_channels = [kind_of(each, dim) for each in (q, k, v) for dim in (-2, -1)] == ["channel", "pixel"] * 3
         looks = (self.covariance if over_channels else self.scores)(node, q, k, scale)
         looks = looks if mask is None else self.beside(node, looks, mask, "add")
-        looks = self.pixelwise(node, looks, nn.Softmax(-1), "softmax")
+        weighed = self.over_pixels(node, looks, -1, nn.Softmax, "softmax")
+        assert weighed is not None
+        looks = weighed
         if drop:
             looks = self.pixelwise(node, looks, nn.Dropout(drop).train(training), "dropout")
         return (self.mingle if over_channels else self.weigh)(node, looks, v)

@@ -166,7 +166,7 @@ class Arrangement:
         """Which channels to take, how to rearrange them, and this layout of what comes out (still under the old name).
 
         A plan has the images first, then one dimension for each of the module's that holds pixels, and all channels at one place:
-        "first", "last", or where they are if that is one place."""
+        "first", "last", or where they are if that is one place; a single channel stays where the node has it."""
         places = self.channel_dims
         dims: list[tuple[Factor, ...]] = []
         plain = self.is_plain and not where
@@ -178,7 +178,8 @@ class Arrangement:
             elif pixels or (plain and d > 0):
                 dims.append(pixels)
         if (CHANNELS,) not in dims:
-            dims.insert(0 if where == "first" else len(dims), (CHANNELS,))
+            first = where == "first" or (not where and not places and self.axis == 1)  # a single channel has no place
+            dims.insert(0 if first else len(dims), (CHANNELS,))
         batch = next(f for dim in self.dims for f in dim if f.kind == "batch")
         goal = ((batch,), *dims)
         axis = goal.index((CHANNELS,))

@@ -190,7 +190,10 @@ class Pen(Picking):
         if isinstance(layer, nn.GroupNorm) and layer.num_groups == 1 < before.channels and before.op.axis == 1:
             kind = LayerNorm
         if kind not in (Linear, LayerNorm) and before.op.axis != 1:
-            self.refuse(node, f"it treats the channels at dimension {before.op.axis} as pixels")
+            self.refuse(
+                node,
+                f"it treats the channels at dimension {before.op.axis} as pixels; use nestling.exits, which takes it as it is",
+            )
         try:
             first, op = kind.of(layer, before).apart(layer)
         except NestlingError as error:
@@ -252,7 +255,10 @@ class Pen(Picking):
         """Over the last dimension of each channel, the same for all of them."""
         before, name = self.sketch.nodes[read], self.name(node)
         if before.op.axis != 1:
-            self.refuse(node, f"its channels stand in the middle, at dimension {before.op.axis}")
+            self.refuse(
+                node,
+                f"its channels stand in the middle, at dimension {before.op.axis}; move them last, or use nestling.exits",
+            )
         op = PixelLinear(layer.in_features, layer.out_features, layer.bias is not None)
         if own(self, node, name, layer, op):
             self.refuse(

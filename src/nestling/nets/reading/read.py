@@ -48,7 +48,7 @@ PICKS: dict[Any, str] = {  # operations that Picking has a method for
     operator.getitem: "getitem", torch.index_select: "index_select", torch.narrow: "narrow", torch.flip: "flip",
     "repeat": "repeat", torch.repeat_interleave: "repeat_interleave", torch.movedim: "movedim", torch.where: "where",
 }  # fmt: skip
-UNKNOWN = "it is not known to work channel by channel"
+UNKNOWN = "it is not known to work channel by channel; spell it in operations that do, or use nestling.exits"
 
 
 def read(module: nn.Module, shape: Shape, net: str) -> Sketch:

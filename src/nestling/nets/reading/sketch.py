@@ -18,7 +18,9 @@ from nestling.nets.reading.layout import Arrangement
 from nestling.nets.reading.trace import BATCHES, Trace
 from nestling.nets.reading.watcher import path_of, place, shapes
 
-UNPLAIN = "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each"
+UNPLAIN = (
+    "it works on a tensor of shape {}, whose images or channels do not stand in one dimension each; use nestling.exits"
+)
 MIXED = "it makes {} of {}, which puts channels into one dimension with pixels or images"
 STRANGE = "it reads {}, which is neither computed from the image nor part of a layer"
 

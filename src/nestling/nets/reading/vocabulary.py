@@ -124,5 +124,8 @@ REASONS: dict[Any, str] = {
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm, torch.einsum, nn.MultiheadAttention), MIXES),
     **dict.fromkeys((nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), OTHERS),
     put_at: "it puts numbers into a part of a tensor (x[...] = y), which only nestling.exits follows",
-    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell), "recurrent layers mix channels over time"),
+    **dict.fromkeys(
+        (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell),
+        "recurrent layers mix channels over time; use attention or convolutions there, or nestling.exits",
+    ),
 }
