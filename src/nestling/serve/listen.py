@@ -61,6 +61,10 @@ class Patient(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.later.cancel()
         super().connection_lost(exc)
+        if (
+            self.timeout_keep_alive_task is not None
+        ):  # uvicorn lets it run where a client broke off, and all it holds with it
+            self.timeout_keep_alive_task.cancel()
 
 
 class Sockets:
