@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,25 @@ from test_train_device import go_ahead
 from nestling.recipes.recipe import Recipe
 from nestling.runs.folder import RunDir
 from nestling.train import Training, train
-from nestling.train.stop import Stopped, StopRequest, on_signal
+from nestling.train.stop import USUAL, Stopped, StopRequest, on_signal
 
 SETTINGS = ("train.epochs=8", "train.batch=32", "train.checkpoint_every=100")
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """Whatever other tests of this process have left: a signal that nobody hears would end the process, and all tests with it."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only a main thread hears signals")
+    before = {number: signal.getsignal(number) for number in USUAL}
+    for number, usual in USUAL.items():
+        signal.signal(number, usual)
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
+
+
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 
 
