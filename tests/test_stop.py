@@ -30,8 +30,8 @@ def usual_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("only a main thread hears signals")
     before = {number: signal.getsignal(number) for number in USUAL}
-    for number, usual in USUAL.items():
-        signal.signal(number, usual)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         if handler is not None:
