@@ -673,3 +673,39 @@ def test_images_of_another_shape_are_refused_whole_and_staged(shape: tuple[int, 
 def test_depth_is_refused() -> None:
     with pytest.raises(NestlingError, match="nested in width only"):
         nest(backbone(), "w,d", shape=IMAGE)
+
+
+def test_what_a_module_calls_by_another_name_is_an_operation_of_ours() -> None:
+    """Kernels know relu, halving and the mean as operations of the plan; a module that only looks alike stays what it is."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.relu, self.most, self.head = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1), nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.avg_pool2d(self.most(self.relu(self.one(x))), 2)
+            return self.head(F.relu(self.two(x)).mean((2, 3)))
+
+    def maps(module: nn.Module) -> list[str]:
+        net = nest(module.eval(), "w", shape=(3, 16, 16))
+        return [getattr(node.op, "function", node.op.kind) for node in net.plan.nodes if not node.op.weighted]
+
+    assert maps(Named()) == ["input", "relu", "maxpool3", "pool2", "relu", "mean", "select"]
+    conv = nn.Conv2d(3, 8, 3, padding=1)
+    pooled = nn.Sequential(
+        conv, nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    )
+    assert maps(pooled) == ["input", "pool2up", "mean", "select"]
+    others = (nn.ReLU6(), nn.AvgPool2d(2, 1), nn.AvgPool2d(2, padding=1), nn.AvgPool2d(2, divisor_override=3))
+    for other in (
+        *others,
+        nn.MaxPool2d(3, 2),
+        nn.MaxPool2d(3, 2, 1, dilation=2),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+    ):
+        kinds = maps(nn.Sequential(conv, other, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)))
+        assert kinds == ["input", "module", "mean", "select"]
+    twice = nn.Sequential(conv, nn.AdaptiveAvgPool2d((1, 2)), nn.Flatten(), nn.Linear(16, 10))
+    assert maps(twice) == ["input", "module", "flatten", "select"]

@@ -17,6 +17,7 @@ from nestling.errors import NestlingError
 from nestling.nets.ops import Input
 from nestling.nets.ops.calls import DROP_PATHS, Call, DropPath
 from nestling.nets.plan import Node
+from nestling.nets.reading.ours import ours
 from nestling.nets.reading.pen import Pen
 from nestling.nets.reading.shells import SHELLS
 from nestling.nets.reading.short import short
@@ -121,7 +122,7 @@ class Reader(Pen):
         if not isinstance(name, str):
             raise NestlingError(f"{self.net}: cannot nest it: it must return one tensor, the logits; found {answer}.")
         self.sketch.output = name
-        self.sketch = self.sketch if self.whole else short(self.sketch)
+        self.sketch = self.sketch if self.whole else ours(short(self.sketch))
 
     def check_batch(self, node: fx.Node) -> None:
         """What a plan has as it is must have the images first, each by itself."""
