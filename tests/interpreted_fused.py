@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from nestling.gradients.combiners.greedy import Greedy
 from nestling.kernels import Fused, Kept, elementwise, proof
 from nestling.kernels.autograd import Done, NormRelu, NormReluConv, Weight
 from nestling.kernels.backends import Choice, choices, triton
@@ -139,6 +140,25 @@ def known_already(net: NestedNet, fused: Fused, x: Tensor, y: Tensor) -> int:
     return held
 
 
+def greedily(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
+    """Greedy training of one stage: what others own keeps its statistics, and what the stage trains has the same gradients."""
+    twin = copy.deepcopy(net)
+    held, answers, found = 0, list[tuple[Tensor, ...]](), list[list[Tensor]]()
+    for each, forward in ((net, Fused(net, torch.float32)), (twin, twin)):
+        greedy = Greedy(each, torch.optim.SGD(each.parameters(), lr=0.1))
+        greedy.start(stage)
+        answers.append(forward(x))
+        greedy.backward([torch.nn.functional.cross_entropy(logits, y) for logits in answers[-1]])
+        found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in each.parameters()])
+        greedy.close()
+    assert any(bool(grad.any()) for grad in found[0])
+    pairs = [*zip(*answers, strict=True), *zip(*found, strict=True), *zip(net.buffers(), twin.buffers(), strict=True)]
+    for a, b in ((one.detach(), other.detach()) for one, other in pairs):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
+        held += 1
+    return held
+
+
 def main() -> None:
     held = handed_on() + proofs()
     for recipe, stages in CASES.items():
@@ -148,6 +168,8 @@ def main() -> None:
         for stage in stages:
             net = build(recipe, shape=(3, 16, 16), generator=torch.Generator().manual_seed(1))
             held += compare(net.to(memory_format=torch.channels_last).train(), stage, x, y)  # type: ignore[call-overload]
+        for stage in (1, 2):
+            held += greedily(net, stage, x, y)
     held += nan_shows()
     print(f"{held} comparisons held")
 

@@ -61,14 +61,18 @@ def finish_moments(
     rows: int,
     momentum: float,
     eps: float,
+    held: Tensor | None = None,
 ) -> Tensor:
-    """Scale, shift, mean and 1/deviation, (4, channels), from partial moments; running statistics are brought up to date."""
+    """Scale, shift, mean and 1/deviation, (4, channels), from partial moments; running statistics are brought up to date.
+
+    Channels that are `held` are normalised by their running statistics, as in inference, and keep them.
+    """
     c, blocks = moments.shape[1:]
     affine = torch.empty(4, c, dtype=torch.float32, device=moments.device)
     mean, var = running if running is not None else (affine, affine)
     kernels().finish_moments[(c,)](
-        moments, gamma, beta, affine, mean, var, blocks, rows, momentum, eps,
-        C=c, BB=power_of_two(blocks), TRACK=running is not None, num_warps=4,
+        moments, gamma, beta, affine, mean, var, affine if held is None else held, blocks, rows, momentum, eps,
+        C=c, BB=power_of_two(blocks), TRACK=running is not None, HELD=held is not None, num_warps=4,
     )  # fmt: skip
     return affine
 

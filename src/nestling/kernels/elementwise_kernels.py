@@ -69,10 +69,11 @@ def sum_splits(
 
 @triton.jit
 def finish_moments(
-    moments, gamma, beta, affine, running_mean, running_var, blocks, rows, momentum, eps,
-    C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr,
+    moments, gamma, beta, affine, running_mean, running_var, held, blocks, rows, momentum, eps,
+    C: tl.constexpr, BB: tl.constexpr, TRACK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow."""
+    """One channel: partial moments of equal blocks -> scale, shift, mean, 1/deviation; running statistics follow. A channel that
+    is held has its running statistics instead, and keeps them."""
     c = tl.program_id(0)
     b = tl.arange(0, BB)
     live = b < blocks
@@ -81,17 +82,23 @@ def finish_moments(
     mean = tl.sum(means, 0) / blocks
     off = tl.where(live, means - mean, 0.0)
     var = (tl.sum(squares, 0) + tl.sum(off * off, 0) * (rows // blocks)) / rows
+    if TRACK:
+        old_mean = tl.load(running_mean + c)
+        old_var = tl.load(running_var + c)
+        new_mean = old_mean + momentum * (mean - old_mean)
+        new_var = old_var + momentum * (var * rows / (rows - 1) - old_var)
+        if HELD:
+            stays = tl.load(held + c) != 0
+            mean, var = tl.where(stays, old_mean, mean), tl.where(stays, old_var, var)
+            new_mean, new_var = tl.where(stays, old_mean, new_mean), tl.where(stays, old_var, new_var)
+        tl.store(running_mean + c, new_mean)
+        tl.store(running_var + c, new_var)
     rstd = 1.0 / tl.sqrt(var + eps)
     scale = tl.load(gamma + c) * rstd
     tl.store(affine + c, scale)
     tl.store(affine + C + c, tl.load(beta + c) - mean * scale)
     tl.store(affine + 2 * C + c, mean)
     tl.store(affine + 3 * C + c, rstd)
-    if TRACK:
-        old_mean = tl.load(running_mean + c)
-        old_var = tl.load(running_var + c)
-        tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
-        tl.store(running_var + c, old_var + momentum * (var * rows / (rows - 1) - old_var))
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from nestling.kernels.patterns import (
 from nestling.kernels.side_stream import JoinSideStream, SideStream
 from nestling.kernels.weights import PackedWeights, can_pack
 from nestling.nets import NestedNet, ops
+from nestling.nets.modes import held_channels
 from nestling.nets.plan import Node
 
 HALF = ops.Map("pool2")
@@ -173,7 +174,14 @@ class Fused:
         layer: Any = self.net.layer(unit.norm.name)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else None
         affine = elementwise.finish_moments(
-            moments[name], layer.weight, layer.bias, running, count_pixels(z), layer.momentum, layer.eps
+            moments[name],
+            layer.weight,
+            layer.bias,
+            running,
+            count_pixels(z),
+            layer.momentum,
+            layer.eps,
+            held_channels(layer),
         )
         if unit.conv is None:
             h = elementwise.norm_relu(z, affine)

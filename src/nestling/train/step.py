@@ -22,7 +22,7 @@ from nestling.recipes.recipe import Recipe
 from nestling.train.kept import Keeping
 from nestling.train.losses import stage_loss, stage_losses
 from nestling.train.micro import MicroBatches
-from nestling.train.tasks import Tasks, faster, worth_own_subnets
+from nestling.train.tasks import Tasks, by_kernels, faster, worth_own_subnets
 from nestling.train.teacher import Teacher
 
 
@@ -53,8 +53,8 @@ class Step:
         self.greedy: Greedy | None = None
         if recipe.strategy.name == "greedy":
             self.greedy = Greedy(net, optimizer, recipe.train.epochs, mean=micro > 0)
-        # What is frozen, by greedy training or by the network's owner, our kernels and torch.compile do not see.
-        fast = compiled and self.greedy is None and all_trains(net)
+        # What the network's owner has frozen our kernels do not see, and what greedy training holds torch.compile does not.
+        fast = compiled and all_trains(net) and (self.greedy is None or by_kernels(net, recipe.train))
         self.forward: Callable[[Tensor], tuple[Tensor, ...]] = faster(net, recipe.train) if fast else net
         self.combine: Combiner[Report] | None = None
         self.tasks: Tasks | None = None

@@ -32,11 +32,14 @@ def worth_own_subnets(net: NestedNet) -> bool:
     return len(net.plan.heads) > 1 and (masked or on_cuda) and can_live_within(net.plan) and all_trains(net)
 
 
+def by_kernels(net: NestedNet, train: TrainRecipe) -> bool:
+    """Whether kernels of our own compute the network's training pass."""
+    return train.precision == "bfloat16" and suits(net, train.batch)
+
+
 def faster(net: NestedNet, train: TrainRecipe) -> Any:
     """The network's forward pass with its small operations fused: by kernels of our own where they fit, else by torch."""
-    if train.precision == "bfloat16" and suits(net, train.batch):
-        return Fused(net)
-    return torch.compile(net, fullgraph=True)
+    return Fused(net) if by_kernels(net, train) else torch.compile(net, fullgraph=True)
 
 
 class Tasks:

@@ -19,6 +19,7 @@ from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
 from nestling.gradients.combiners.diagnosis import Report
 from nestling.gradients.combiners.sgd import SumSGD
+from nestling.nets.modes import hold_channels
 from nestling.nets.synced import batch_norm
 
 
@@ -137,11 +138,13 @@ class Greedy:
         for module in self.net.modules():
             if isinstance(module, _BatchNorm):
                 module.__dict__.pop("forward", None)
+                hold_channels(module, None)
 
     def _freeze_statistics(self, module: _BatchNorm, trains: Tensor) -> None:
         if module.track_running_stats and not bool(trains.all()):
             some = trains if bool(trains.any()) else None
             module.__dict__["forward"] = partial(_half_frozen, module, some)
+            hold_channels(module, ~trains)  # for kernels that compute the norm themselves
 
 
 def _half_frozen(module: _BatchNorm, trains: Tensor | None, x: Tensor, *rest: Any) -> Tensor:
