@@ -2,6 +2,7 @@
 
     python benchmarks/own_cifar.py --beside 6             trains whatever is missing (one GPU), then prints the table
     python benchmarks/own_cifar.py --minutes 9            stops by then with checkpoints; call it again to go on
+    python benchmarks/own_cifar.py --shipped              not trained anew: the network is the one that comes with us
     python benchmarks/own_cifar.py --table --json results/own-h200.json     only what is there
     python benchmarks/own_cifar.py --epochs 1 --limit 512 --seeds 1         the same, as a try on a CPU
 
@@ -33,10 +34,18 @@ from nestling.train.beside import side_by_side
 NETWORK = "network"
 COMMON = ("strategy.name=sgd", "train.schedule=cosine", "train.average=0.999")
 TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
-# how each run differs from the recipe cifar10-width; OWN is the trained network, as a module, RUN its folder
+# how each run differs from the recipe cifar10-width; OWN is the trained network, as a module
 EVERY = {
     NETWORK: ("network.alone=3",),
-    "keep": ("network.keep=RUN", "network.early=0.25,0.375", "train.epochs=100", "train.teaches=last", *TAUGHT),
+    "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375))", "train.epochs=100", "train.teaches=last", *TAUGHT),
+    "keep, first": (
+        "OWN",
+        "network.way=keep(stripes=(0.25, 0.375))",
+        "train.epochs=100",
+        "train.teaches=last",
+        "strategy.importance=2,1",
+        *TAUGHT,
+    ),
     "stripes": (
         "OWN",
         'network.way=nest("w,w")',
@@ -106,33 +115,42 @@ class ResNet(nn.Module):
         return self.linear(F.relu(self.norm(x)).mean((2, 3)))
 
 
+def shipped() -> ResNet:
+    """The last stage of the kept network that comes with us, which is such a network (seed 0, weights in half precision)."""
+    net = resolve("width-resnet42-kept-cifar10").net()
+    last = net.subnet(net.plan.stages).net.state_dict()
+    found = ResNet()
+    found.load_state_dict(renamed({key: value for key, value in last.items() if not key.startswith("early.")}))
+    return found.eval()
+
+
 def trained(run: Path) -> ResNet:
-    """The network with the weights of its run: our trainer calls two of its layers otherwise."""
-    state = resolve(str(run)).net().state_dict()
-    names = {"head.norm.": "norm.", "head1.linear.": "linear."}
-    found = {}
-    for key, value in state.items():
-        old = next((old for old in names if key.startswith(old)), "")
-        found[names.get(old, "") + key.removeprefix(old)] = value
+    """The network with the weights of its run."""
     net = ResNet()
-    net.load_state_dict(found)
+    net.load_state_dict(renamed(resolve(str(run)).net().state_dict()))
     return net.eval()
 
 
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names they have here: our own networks call two of the layers otherwise."""
+    found = {}
+    for key, value in state.items():
+        head, dot, rest = key.partition(".")
+        found[rest if dot and head.startswith("head") else key] = value
+    return found
+
+
 def jobs(
-    out: Path, seeds: int, more: tuple[str, ...], ways: tuple[str, ...]
+    out: Path, seeds: int, more: tuple[str, ...], ways: tuple[str, ...], ready: bool
 ) -> dict[tuple[str, int], tuple[Recipe, str]]:
-    """Every run: its recipe and its folder."""
+    """Every run: its recipe and its folder. `ready`: they begin with the network that comes with us."""
     found = {}
     for way in ways:
         for seed in range(seeds):
-            network = out / f"{NETWORK}-{seed}"
-            own = f"{Path(__file__).name}:seed{seed}"
-            settings = [
-                f"network.name={own}" if text == "OWN" else text.replace("RUN", str(network)) for text in EVERY[way]
-            ]
+            own = f"{Path(__file__).name}:{'shipped' if ready else f'seed{seed}'}"
+            settings = [f"network.name={own}" if text == "OWN" else text for text in EVERY[way]]
             if "OWN" in EVERY[way]:
-                hand_over(partial(trained, network), own)
+                hand_over(shipped if ready else partial(trained, out / f"{NETWORK}-{seed}"), own)
                 settings += [f"train.teacher={own}"] if way.startswith("stripes") else []
             recipe = override(width(), [*COMMON, *settings, f"train.seed={seed}", *more])
             if "OWN" in EVERY[way]:
@@ -201,13 +219,15 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(way.replace(", ", "-") for way in EVERY))
     parser.add_argument("--epochs", type=int, default=0, help="of every run, for a try")
     parser.add_argument("--limit", type=int, default=0, help="so many training images, for a try")
+    parser.add_argument("--shipped", action="store_true", help="begin with the network that comes with us")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--json", default="")
     asked = parser.parse_args()
     more = [f"train.epochs={asked.epochs}"] if asked.epochs else []
     more += [f"data.limit={asked.limit}"] if asked.limit else []
     ways = tuple(way for way in EVERY if way.replace(", ", "-") in asked.ways.split(","))
-    runs = jobs(Path(asked.out), asked.seeds, tuple(more), ways)
+    ways = tuple(way for way in ways if not (asked.shipped and way == NETWORK))
+    runs = jobs(Path(asked.out), asked.seeds, tuple(more), ways, asked.shipped)
     if not asked.table:
         train(runs, asked.beside, 60 * asked.minutes)
     found = rows(runs)
