@@ -354,7 +354,7 @@ class Apart:
     killed: str = ""
 
     @classmethod
-    def begin(cls, each: dict[str, Any], make: Make, examine: Callable[[Make, Any], None]) -> "Apart":
+    def begin(cls, each: dict[str, Any], make: Make, examine: Callable[..., None]) -> "Apart":
         here, there = multiprocessing.Pipe(duplex=False)
         if each.get("known"):
             examine = partial(examine, known=each["known"])
@@ -388,7 +388,7 @@ class Apart:
         return {**self.facts, **missing, **{f"why_{way}": self.facts.get(f"why_{way}", why) for way in missing}}
 
 
-def alone(make: Make, examine: Callable[[Make, Any], None], send: Any) -> None:
+def alone(make: Make, examine: Callable[..., None], send: Any) -> None:
     """In the process of one model: signals end it at once, and nothing but its facts is of interest."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that asked for it stops it
@@ -399,7 +399,7 @@ def alone(make: Make, examine: Callable[[Make, Any], None], send: Any) -> None:
 def apart(
     todo: Iterable[dict[str, Any]],
     builders: dict[str, dict[str, Make]],
-    examine: Callable[[Make, Any], None],
+    examine: Callable[..., None],
     workers: int = 1,
     most: float = 600,
     until: float = float("inf"),
