@@ -3,8 +3,11 @@
     python benchmarks/sweep.py                            a table, and results/sweep.csv; rows that are there are kept
     python benchmarks/sweep.py --list                     which families there are: results/sweep-families.csv
     python benchmarks/sweep.py --only resnet              models whose name holds the text; no file is written
-    python benchmarks/sweep.py --again dpn68,fishnet99    these models once more; all: all but rows of this very commit
+    python benchmarks/sweep.py --again dpn68,fishnet99    these models once more; all: all but rows of this very commit;
+                                                          missing: those without a row; failed: those with a way that is not ok
     python benchmarks/sweep.py --workers 8 --minutes 30   eight models at a time; stop after so long; call it again to go on
+    python benchmarks/sweep.py --rows FILE                rows are written there instead; called again, it goes on there
+    python benchmarks/sweep.py --merge FILE               put the rows of such a file into results/sweep.csv
     python benchmarks/sweep.py --read                     whether those without a row are read; seconds each, no file is written
     python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
 
@@ -166,8 +169,8 @@ def parameters(make: Make, most: int) -> int | None:
 # --- one model --------------------------------------------------------------------------------------------------------
 
 
-def examine(make: Make, send: Any) -> None:
-    """Send facts about one model as they are found: the row so far, however it ends."""
+def examine(make: Make, send: Any, known: dict[str, Any] | None = None) -> None:
+    """Send facts about one model as they are found: the row so far, however it ends. What is known is not tried again."""
     torch.manual_seed(0)
     module = make()
     try:
@@ -175,9 +178,11 @@ def examine(make: Make, send: Any) -> None:
     except Exception as error:
         send({f"why_{way}": f"takes no images: {first_line(error)}" for way in WAYS})
         return
-    row: dict[str, Any] = {"kind": kind_of(module, x), "image": "x".join(map(str, x.shape[1:]))}
+    row: dict[str, Any] = {"kind": kind_of(module, x), "image": "x".join(map(str, x.shape[1:])), **(known or {})}
     send(row)
     for way, nested in WAYS.items():
+        if way in row:
+            continue
         if way == "keep" and row.get("stripes") == "refused":
             row |= {"keep": "refused", "why_keep": row["why_stripes"]}
         else:
@@ -349,8 +354,10 @@ class Apart:
     killed: str = ""
 
     @classmethod
-    def begin(cls, each: dict[str, Any], make: Make, examine: Callable[[Make, Any], None]) -> "Apart":
+    def begin(cls, each: dict[str, Any], make: Make, examine: Callable[..., None]) -> "Apart":
         here, there = multiprocessing.Pipe(duplex=False)
+        if each.get("known"):
+            examine = partial(examine, known=each["known"])
         process = multiprocessing.get_context("fork").Process(
             target=alone, args=(make, examine, there.send), daemon=True
         )
@@ -381,7 +388,7 @@ class Apart:
         return {**self.facts, **missing, **{f"why_{way}": self.facts.get(f"why_{way}", why) for way in missing}}
 
 
-def alone(make: Make, examine: Callable[[Make, Any], None], send: Any) -> None:
+def alone(make: Make, examine: Callable[..., None], send: Any) -> None:
     """In the process of one model: signals end it at once, and nothing but its facts is of interest."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that asked for it stops it
@@ -392,12 +399,14 @@ def alone(make: Make, examine: Callable[[Make, Any], None], send: Any) -> None:
 def apart(
     todo: Iterable[dict[str, Any]],
     builders: dict[str, dict[str, Make]],
-    examine: Callable[[Make, Any], None],
+    examine: Callable[..., None],
     workers: int = 1,
     most: float = 600,
     until: float = float("inf"),
 ) -> Iterator[Apart]:
-    """Models examined by `workers` processes at a time, each as it ends; those not done at `until` are stopped and left out."""
+    """Models examined by `workers` processes at a time, each as it ends.
+
+    Those not done at `until` are stopped; one that has finished no way is left out."""
     waiting, at_work = iter(todo), list[Apart]()
     try:
         while time.monotonic() < until:
@@ -408,6 +417,11 @@ def apart(
             wait([one.facts_from for one in at_work], timeout=1)
             for one in [one for one in at_work if one.ended(most)]:
                 at_work.remove(one)
+                yield one
+        for one in at_work:
+            one.killed = "not done when time was up"
+            one.stop()
+            if any(way in one.facts for way in WAYS):
                 yield one
     finally:
         for one in at_work:
@@ -508,11 +522,41 @@ def in_turn(
     for each in listed:
         row = found.get(key(each))
         ways = [row[way] for way in WAYS] if row else []
-        named = each["model"] in again or ("all" in again and (row is None or row["commit"] != code))
-        if named if again else row is None or "unfinished" in ways:
+        if asked(each["model"], row, again, code) if again else row is None or "unfinished" in ways:
             bad = 1 if set(ways) & {"unfinished", "broken"} else 2
             turns.append((bad if row else 0, int(each["params"]), each))
     return [each for *_, each in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def asked(model: str, row: dict[str, Any] | None, again: list[str], code: str) -> bool:
+    """Whether `again` asks for a family: by the name of its model, or by a word that fits its row."""
+    if row is None:
+        return bool({model, "missing", "all"} & set(again))
+    failed = any(row[way] != "ok" for way in WAYS)
+    return model in again or ("failed" in again and failed) or ("all" in again and row["commit"] != code)
+
+
+def go_on(todo: list[dict[str, Any]], rows: list[dict[str, Any]], code: str) -> list[dict[str, Any]]:
+    """What is left of it where `rows` of this code are there: families with an unfinished way, with what is known of them."""
+    done = {key(row): row for row in rows if (row["commit"], row["torch"]) == (code, torch.__version__)}
+    left = list[dict[str, Any]]()
+    for each in todo:
+        row = done.get(key(each))
+        if row is None:
+            left.append(each)
+        elif "unfinished" in (row[way] for way in WAYS):
+            over = [way for way in WAYS if row[way] != "unfinished"]
+            left.append({**each, "known": {word: row[word] for way in over for word in (way, f"why_{way}")}})
+    return left
+
+
+def merged(rows: list[dict[str, Any]], later: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with later ones in their place; one that was not finished does not replace one that was."""
+    found = {key(row): row for row in rows}
+    for row in later:
+        if key(row) not in found or "unfinished" not in (row[way] for way in WAYS):
+            found[key(row)] = row
+    return list(found.values())
 
 
 def shown(one: Apart, code: str) -> dict[str, Any]:
@@ -530,13 +574,20 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only list the families")
     parser.add_argument("--only", default="", help="only models whose name holds this text; nothing is written")
     parser.add_argument(
-        "--again", default="", help="these models whether or not they have a row; all: rows of other commits"
+        "--again",
+        default="",
+        help="these models, row or no row; missing: those without; failed: not ok in some way; all: of other commits",
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="large models first: all cores are done at about the same time"
     )
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="only families of this kind")
     parser.add_argument("--workers", type=int, default=1, help="how many models at a time, one thread each")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     parser.add_argument("--seconds", type=float, default=600, help="the most that one model may take in one way")
     parser.add_argument("--file", type=Path, default=FILE, help="where rows are read from and written to")
+    parser.add_argument("--rows", type=Path, help="write rows there instead, and go on with what is there")
+    parser.add_argument("--merge", type=Path, help="only put the rows of this file into --file")
     parser.add_argument("--commit", default="", help="which code this is; without it, what git says")
     parser.add_argument("--read", action="store_true", help="only say whether they are read; nothing is written")
     parser.add_argument("--table", action="store_true", help="only show the rows that are there")
@@ -546,7 +597,9 @@ def main() -> None:
     listed = rows_of(FAMILIES)
     if options.table:
         print("\n\n".join(table(rows_of(options.file), listed, kind) for kind in KINDS))
-    if options.list or options.table:
+    if options.merge:
+        write(merged(rows_of(options.file), rows_of(options.merge)), options.file)
+    if options.list or options.table or options.merge:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops all that is at work
     for word in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -558,6 +611,9 @@ def main() -> None:
     listed = [row for row in listed if row["model"] not in missing]
     rows = [] if options.only else rows_of(options.file)
     todo = in_turn(listed, rows, options.again.split(",") if options.again else [], code)
+    into: Path = options.rows or options.file
+    todo = go_on(todo, rows_of(options.rows), code) if options.rows else todo
+    todo = sorted(todo, key=lambda each: -int(each["params"])) if options.large else todo
     print(f"{len(todo)} models, {options.workers} at a time, torch {torch.__version__}, commit {code}", flush=True)
     print(*(["not installed:", ", ".join(missing)] if missing else []), flush=True)
     for one in apart(todo, builders, only_read if options.read else examine, options.workers, options.seconds, until):
@@ -566,7 +622,7 @@ def main() -> None:
             continue
         row = shown(one, code)
         if not options.only:
-            write([*(other for other in rows_of(options.file) if key(other) != key(row)), row], options.file)
+            write([*(other for other in rows_of(into) if key(other) != key(row)), row], into)
 
 
 if __name__ == "__main__":

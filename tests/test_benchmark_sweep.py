@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from sweep import WAYS, apart, examine, in_turn, rows_of, write
+from sweep import COLUMNS, WAYS, apart, examine, go_on, in_turn, merged, rows_of, write
 
 
 def convnet() -> nn.Module:
@@ -65,3 +65,33 @@ def test_families_without_a_row_come_first_and_others_when_asked_for(tmp_path: P
     assert [each["model"] for each in in_turn(listed, rows, [], "b")] == ["new", "lost"]
     assert [each["model"] for each in in_turn(listed, rows, ["all"], "b")] == ["new", "lost", "wrong", "old"]
     assert [each["model"] for each in in_turn(listed, rows, ["now", "old"], "b")] == ["old", "now"]
+    assert [each["model"] for each in in_turn(listed, rows, ["missing", "now"], "b")] == ["new", "now"]
+    assert [each["model"] for each in in_turn(listed, rows, ["missing", "failed"], "b")] == ["new", "lost", "wrong"]
+
+
+def test_a_sweep_stopped_half_way_goes_on_with_the_ways_that_are_left(tmp_path: Path) -> None:
+    good = dict.fromkeys(WAYS, "ok")
+    blank = dict.fromkeys(COLUMNS, "") | {"commit": "b", "torch": torch.__version__}
+    half = {**blank, **line("half"), **good, "keep": "unfinished", "why_keep": "not done when time was up"}
+    write([half, {**blank, **line("done"), **good}, {**half, **line("older"), "commit": "a"}], tmp_path / "rows.csv")
+    rows = rows_of(tmp_path / "rows.csv")
+    todo = go_on([line(name) for name in ("half", "done", "older", "new")], rows, "b")
+    assert [each["model"] for each in todo] == ["half", "older", "new"]
+    tried: list[dict[str, Any]] = []
+    examine(convnet, lambda facts: tried.append(dict(facts)), todo[0]["known"])
+    assert [len(set(WAYS) & set(facts)) for facts in tried] == [2, 3] and tried[-1]["keep"] == "ok"
+    assert {row["model"]: row["keep"] for row in merged([{**half, "keep": "refused"}], rows)} == {
+        "half": "refused", "done": "ok", "older": "unfinished",
+    }  # fmt: skip
+
+
+def test_ways_finished_before_time_is_up_are_told() -> None:
+    def half(make: Any, send: Any) -> None:
+        send({"exits": "ok"})
+        time.sleep(600)
+
+    [one] = apart([line("it")], {"ours": {"it": convnet}}, half, until=time.monotonic() + 2)
+    assert one.row() | {"why_keep": ""} == {
+        "exits": "ok", "stripes": "unfinished", "keep": "unfinished",
+        "why_stripes": "not done when time was up", "why_keep": "",
+    }  # fmt: skip
