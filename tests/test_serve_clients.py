@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import queue
+import select
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ import tritonclient.http.aio as triton_http_aio
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+from nestling.serve import timers
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
 from nestling.serve.messages import CLASSES
@@ -44,7 +46,7 @@ class Running:
     """A server in a thread of its own."""
 
     def __init__(self, service: Service, **place: Any) -> None:
-        self.service, self.loop = service, asyncio.new_event_loop()
+        self.service, self.loop = service, timers.loop()
         self.listener = Sockets(service, application(service), Place(**{"http": 0, "grpc": 0, **place}))
         started = threading.Event()
         self.thread = threading.Thread(target=self.live, args=(started,))
@@ -223,6 +225,28 @@ def test_without_time_it_is_504_unless_the_prior_was_asked_for(running: Running)
         with pytest.raises(InferenceServerException) as refused:
             client.infer(NAME, [triton_input(triton_grpc, PIXELS)], timeout=1)
         assert "DEADLINE_EXCEEDED" in refused.value.status()
+
+
+@pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll here")
+def test_waiting_to_be_read_counts(running: Running) -> None:
+    """What a request waits while the event loop is busy with others is part of its time."""
+    connection = http.client.HTTPConnection(running.http, timeout=20)
+    held, sent = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        held.set()
+        sent.wait(10)
+        time.sleep(0.2)
+
+    for each in ("before", "while it is busy"):
+        if each != "before":
+            running.loop.call_soon_threadsafe(busy)
+            assert held.wait(10)
+        connection.request("POST", f"/v2/models/{NAME}/infer", infer_json())
+        sent.set()
+        found = json.loads(connection.getresponse().read())
+    connection.close()
+    assert found["parameters"]["elapsed_ms"] >= 200
 
 
 def test_grpcs_own_deadline_counts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ parameters are understood is tensors.py's and service.py's business.
 
 import asyncio
 import json
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -31,6 +32,7 @@ from nestling.serve.request import ServedRequest
 from nestling.serve.service import INPUT, VERSION, Asked, Reply, Service, Wanted, metadata, properties
 from nestling.serve.tensors import Tensor, from_bytes, from_values, most_values, name_of, shape_of, to_bytes, to_values
 
+CAME = "nestling.came"  # of a request's scope: when it came, by time.monotonic()
 DEADLINE = "nestling-deadline-ms"
 JSON_LENGTH = "inference-header-content-length"  # of the JSON before the binary tensors
 BODY_SECONDS = 10.0  # in which a request's body must be here
@@ -115,7 +117,7 @@ class Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, headers, place = self.service, Headers(scope=scope), scope["path_params"]
-        began = service.server.clock()
+        began = service.server.clock() - waited(scope)
         try:
             service.authorise(headers.get("authorization"))
             model = service.model(place["name"], place.get("version", ""))
@@ -189,6 +191,11 @@ class Infer:
         if "confident" in parameters:
             parameters["confident"] = number(parameters["confident"])
         return Asked(image, query.get("id", ""), parameters)
+
+
+def waited(scope: Scope) -> float:
+    """Seconds that a request has waited to be read, where that is known."""
+    return time.monotonic() - scope[CAME] if CAME in scope else 0.0
 
 
 async def until_gone(receive: Receive, request: ServedRequest) -> None:
