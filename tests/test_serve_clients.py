@@ -7,6 +7,8 @@ import json
 import queue
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -340,6 +342,11 @@ def test_pictures_are_bodies_too(running: Running, form: str) -> None:
     assert status == 400 and "uint8" in said["error"], "this network does not say how to normalise pictures"
     status, said, _ = running.post(f"/v2/models/{NAME}/infer", b"no picture", kind)
     assert status == 400 and "cannot be read as a picture" in said["error"]
+
+
+def test_the_first_picture_need_not_wait_for_pillow() -> None:
+    code = "import sys; from nestling.serve.http import Infer; Infer(None); print('PIL.JpegImagePlugin' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_events_have_a_message_for_every_stage(running: Running, right: np.ndarray) -> None:
