@@ -5,10 +5,13 @@ and images. Out: what was sent and what came, for serve.py and soak.py to count.
 """
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,18 @@ async def read_body(reader: asyncio.StreamReader, head: bytes) -> bytes:
     return body
 
 
+@contextlib.contextmanager
+def no_pauses() -> Iterator[None]:
+    """Garbage is collected before and after, not meanwhile: with torch imported that takes 50 to 100 ms, in which nothing is
+    sent, and then everything at once."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Clients:
     """Keep-alive connections, as many as it takes."""
 
@@ -88,6 +103,10 @@ class Clients:
 
     async def open_loop(self, rate: float, seconds: float, seed: int) -> list[Sent]:
         """Poisson arrivals, whatever the replies do."""
+        with no_pauses():
+            return await self.arrivals(rate, seconds, seed)
+
+    async def arrivals(self, rate: float, seconds: float, seed: int) -> list[Sent]:
         chance, tasks, self.sent = random.Random(seed), set[asyncio.Task[None]](), []
         prompt.Promptly().__enter__()  # for good: who measures must not be late himself
         due = begin = time.perf_counter()

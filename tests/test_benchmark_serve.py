@@ -1,6 +1,7 @@
 """The server under load: how requests are counted, and that clients and server of the benchmark understand each other."""
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -86,6 +87,24 @@ def test_clients_are_answered_by_the_servers_process(contender: str) -> None:
     with serve.Served(contender, 5.0) as server:
         sent = asyncio.run(Clients(server.port, images, 5.0, "UINT8").open_loop(20, 1.0, seed=0))
     assert len(sent) > 5 and {each.status for each in sent} == {200}
+
+
+def test_clients_send_without_pauses_for_garbage() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(gc.isenabled())
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        images = np.zeros((1, 1, 2, 2), np.uint8)
+        await Clients(server.sockets[0].getsockname()[1], images, 1.0, "UINT8").open_loop(50, 0.2, seed=0)
+        server.close()
+
+    seen: list[bool] = []
+    asyncio.run(ask())
+    assert len(seen) > 2 and not any(seen) and gc.isenabled()
 
 
 def test_bodies_of_known_length_and_in_chunks() -> None:

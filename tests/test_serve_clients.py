@@ -5,7 +5,10 @@ import http.client
 import io
 import json
 import queue
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +32,7 @@ import tritonclient.http.aio as triton_http_aio
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
+from nestling.serve import timers
 from nestling.serve.http import application
 from nestling.serve.listen import Place, Sockets
 from nestling.serve.messages import CLASSES
@@ -44,7 +48,7 @@ class Running:
     """A server in a thread of its own."""
 
     def __init__(self, service: Service, **place: Any) -> None:
-        self.service, self.loop = service, asyncio.new_event_loop()
+        self.service, self.loop = service, timers.loop()
         self.listener = Sockets(service, application(service), Place(**{"http": 0, "grpc": 0, **place}))
         started = threading.Event()
         self.thread = threading.Thread(target=self.live, args=(started,))
@@ -225,6 +229,28 @@ def test_without_time_it_is_504_unless_the_prior_was_asked_for(running: Running)
         assert "DEADLINE_EXCEEDED" in refused.value.status()
 
 
+@pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll here")
+def test_waiting_to_be_read_counts(running: Running) -> None:
+    """What a request waits while the event loop is busy with others is part of its time."""
+    connection = http.client.HTTPConnection(running.http, timeout=20)
+    held, sent = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        held.set()
+        sent.wait(10)
+        time.sleep(0.2)
+
+    for each in ("before", "while it is busy"):
+        if each != "before":
+            running.loop.call_soon_threadsafe(busy)
+            assert held.wait(10)
+        connection.request("POST", f"/v2/models/{NAME}/infer", infer_json())
+        sent.set()
+        found = json.loads(connection.getresponse().read())
+    connection.close()
+    assert found["parameters"]["elapsed_ms"] >= 200
+
+
 def test_grpcs_own_deadline_counts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are made slow: the answer of the first comes before the client's deadline.
 
@@ -316,6 +342,11 @@ def test_pictures_are_bodies_too(running: Running, form: str) -> None:
     assert status == 400 and "uint8" in said["error"], "this network does not say how to normalise pictures"
     status, said, _ = running.post(f"/v2/models/{NAME}/infer", b"no picture", kind)
     assert status == 400 and "cannot be read as a picture" in said["error"]
+
+
+def test_the_first_picture_need_not_wait_for_pillow() -> None:
+    code = "import sys; from nestling.serve.http import Infer; Infer(None); print('PIL.JpegImagePlugin' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_events_have_a_message_for_every_stage(running: Running, right: np.ndarray) -> None:

@@ -50,3 +50,39 @@ def test_other_threads_can_wake_it() -> None:
         return await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 5)
 
     assert timers.run(main()) == "done"
+
+
+@pytest.mark.skipif(not hasattr(__import__("select"), "epoll"), reason="no epoll here")
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_comes_while_the_loop_is_busy_is_known_to_have_waited(busy: bool) -> None:
+    async def main() -> float:
+        mine, theirs = socket.socketpair()
+        mine.setblocking(False)
+        loop, read = asyncio.get_running_loop(), asyncio.Event()
+        waited: list[float] = []
+
+        def note() -> None:
+            waited.append(time.monotonic() - timers.since())
+            loop.remove_reader(mine)
+            read.set()
+
+        def send() -> None:
+            theirs.send(b"x")
+            time.sleep(0.1 * busy)
+
+        loop.add_reader(mine, note)
+        loop.call_later(0.01, send)
+        await asyncio.wait_for(read.wait(), 5)
+        mine.close()
+        theirs.close()
+        return waited[0]
+
+    waited = timers.run(main())
+    assert waited >= 0.1 if busy else waited < 0.1
+
+
+def test_another_loop_knows_nothing_of_that() -> None:
+    async def main() -> float:
+        return time.monotonic() - timers.since()
+
+    assert 0 <= asyncio.run(main()) + 1e-3 < 0.1

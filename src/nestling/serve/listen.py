@@ -20,7 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nestling.errors import NestlingError
 from nestling.runtime.prompt import Promptly
+from nestling.serve import timers
 from nestling.serve.grpc import listening
+from nestling.serve.http import CAME
 from nestling.serve.service import Service
 
 IDLE = 20.0  # seconds after which a connection without a whole request is closed
@@ -48,6 +50,7 @@ class Patient(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.whole += 1
+        self.scope[CAME] = timers.since()  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def look(self, before: int) -> None:

@@ -1,9 +1,9 @@
 """The margin before a deadline: what the way to and from a client takes, as far as a server can measure it.
 
-Two parts: from when an answer is due until it is on its way, kept by feedback (runtime.promise.Margin); and what the server does
-not see, a request that waits to be read and a reply that waits to be sent. How late the event loop's own timers are tells how
-long that takes: what two of them, there and back, are late together but for 1 in 100 is taken off, too; but for 1 in 10 where
-there is no answer at all yet, since a little late is worth more than nothing.
+Two parts, which share what may be late, 1 in 100: from when an answer is due until it is on its way, kept by feedback
+(runtime.promise.Margin); and what the server does not see, a request on its way here and a reply on its way back. How late the
+event loop's own timers are tells how long that takes: what two of them, there and back, are late together but for 1 in 200 is
+taken off, too; but for 1 in 10 where there is no answer at all yet, since a little late is worth more than nothing.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from nestling.runtime.promise import Margin
 
 PERIOD = 0.005  # seconds between two beats
 KEPT = 800  # beats: four seconds
-USUAL = 0.99  # of the ways there and back took at most so long
+LATE = 0.01  # of answers, for two reasons
+USUAL = 1 - LATE / 2  # of the ways there and back took at most so long
 HOPED = 0.9  # the same for those who have no answer yet
 MOST = 0.5  # of a deadline that is given away
 
@@ -25,7 +26,7 @@ class Way(Margin):
     """The margin of one event loop's clients."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(0.01)
+        super().__init__(LATE / 2)
         self.clock, self.lags, self.count = clock, deque[float](maxlen=KEPT), 0
         self.both = self.hoped = 0.0
 
