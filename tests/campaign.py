@@ -30,7 +30,7 @@ from nestling.gradients import SCOPES, Accumulator, owners_of, products
 from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, PCGrad, SumSGD
 from nestling.gradients.combiners.weighted import Weighted
 
-ALONE = ("rows", "layers", "auto", "compiled", "compiled, found", "autocast", "checkpointed", "accumulated")
+ALONE = ("rows", "layers", "auto", "compiled", "compiled, found", "autocast", "checkpointed", "accumulated", "joined")
 TOGETHER = (
     "bare",
     "ddp",
@@ -211,7 +211,7 @@ class Case:
                 wanted = self.wanted(
                     losses_of(self.net(self.x), self.powers) if self.mode.startswith("compiled") else losses
                 )
-                rows.backward(losses)
+                rows.backward(list(torch.stack(losses)) if self.mode == "joined" else losses)
         return {name: p.grad for name, p in self.named}, wanted, tolerance
 
     def together(self) -> tuple[dict[str, Tensor | None], dict[str, Tensor], float]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nestling.errors import NestlingError
 from nestling.gradients import Accumulator, backward, owners_of
-from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, SumSGD
+from nestling.gradients.combiners import OSGD, SGD, NormOSGD, NormSGD, SumSGD, UPGrad
 from nestling.gradients.combiners.weighted import Weighted
 
 # Ownership where the graph does not tell it.
@@ -96,7 +96,90 @@ def test_heads_stacked_in_one_weight_need_owners(combine: Weighted) -> None:
     backward(net.losses(x, y), net, OSGD())  # where nothing hangs on it, nothing is asked
 
 
+class Joined(nn.Module):
+    """Three heads whose outputs come in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(8, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, how: str) -> "list[Tensor] | Tensor":
+        outs = [head(self.trunk(x).tanh()) for head in self.heads]
+        if how == "written":
+            whole = torch.zeros(3, *outs[0].shape)
+            for task, out in enumerate(outs):
+                whole[task] = out
+            return whole
+        joined = {"stacked": torch.stack, "joined": lambda found: torch.cat(found, 1).view(-1, 3, 4).transpose(0, 1)}
+        return joined[how](outs) if how in joined else outs
+
+
+@pytest.mark.parametrize("mode", ["rows", "layers"])
+@pytest.mark.parametrize("how", ["stacked", "joined", "written", "losses", "compiled"])
+@pytest.mark.parametrize("combine", [NormSGD(), NormOSGD(), OSGD(scope="shared"), OSGD(scope="block"), UPGrad()])
+def test_outputs_in_one_tensor_do_not_make_heads_shared(combine: Weighted, how: str, mode: str) -> None:
+    """The graph gives zeros, not nothing, to the heads that a loss does not use."""
+    x, y = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+
+    def two_steps(how: str, mode: str) -> dict[str, Tensor | None]:
+        net = Joined()
+        run = torch.compile(net, backend="aot_eager") if how == "compiled" else net
+        rows = Accumulator(net, combine, mode=mode)
+        for _ in range(2):
+            losses = [F.cross_entropy(out, y) for out in run(x, how if how != "compiled" else "stacked")]
+            report = rows.backward(list(torch.stack(losses)) if how == "losses" else losses)
+        assert report.private is not None and report.private.any(0).tolist() == [True] * 3
+        return gradients(net)
+
+    with functorch.patch(donated_buffer=False):
+        assert_same(two_steps(how, mode), two_steps("apart", "rows"))
+
+
+def test_a_task_that_was_silent_owns_what_it_uses_later() -> None:
+    net, x, y = Joined(), torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+    rows = Accumulator(net, NormSGD())
+    first = [F.cross_entropy(out, y) for out in net(x, "stacked")]
+    rows.backward([first[0] * 0, *first[1:]])
+    net.zero_grad()
+    rows.backward([F.cross_entropy(out, y) for out in net(x, "stacked")])
+    wanted = Joined()
+    backward([F.cross_entropy(out, y) for out in wanted(x, "apart")], wanted, NormSGD())
+    assert_same(gradients(net), gradients(wanted))
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu")], ids=["plain", "scaler"])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_stacks_are_seen_with_room_to_spare_and_with_a_scaler(scaler: torch.amp.GradScaler | None, spare: int) -> None:
+    net, x, y = Stacked(), torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+    net.heads = nn.Parameter(torch.randn(3 + spare, 6, 4))
+    with pytest.raises(NestlingError, match=r"heads never meet.*Pass owners="):
+        backward(net.losses(x, y)[:3], net, NormSGD(), scaler=scaler)
+    assert backward(net.losses(x, y)[:3], net, OSGD()).private is None
+
+
+def test_learnt_weights_of_losses_in_one_vector_need_owners() -> None:
+    net, x, y = Joined(), torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
+    variance = nn.Parameter(torch.zeros(3))
+    losses = [F.cross_entropy(out, y) * (-v).exp() + v for out, v in zip(net(x, "apart"), variance, strict=True)]
+    with pytest.raises(NestlingError, match="never meet"):
+        backward(losses, [*net.parameters(), variance], NormSGD())
+
+
 # Parameters that cannot be, or were not, meant.
+
+
+@pytest.mark.parametrize("combine", [OSGD(), SumSGD()], ids=["osgd", "sgd-sum"])
+@pytest.mark.parametrize("classes", [4, 5])
+def test_a_list_made_before_a_head_was_replaced_is_refused_at_once(combine: Weighted, classes: int) -> None:
+    net, x = Joined(), torch.randn(5, 8)
+    rows = Accumulator(list(net.parameters()), combine)
+    net.heads[1] = nn.Linear(6, classes)
+    with pytest.raises(NestlingError, match=r"parameter 4 is not used.*Give the model itself"):
+        rows.backward([out.square().mean() for out in net(x, "apart")])
+    part = [*net.trunk.parameters(), *net.heads[0].parameters()]
+    backward([out.square().mean() for out in net(x, "apart")], part, combine)  # a part may be given
 
 
 def test_complex_parameters_are_refused_in_words() -> None:
@@ -233,6 +316,18 @@ def test_a_new_order_or_importance_holds_from_the_next_step() -> None:
         combine.order = [0, 1]
 
 
+def test_a_new_order_or_importance_does_not_wait_for_a_refresh() -> None:
+    net, combine = make("nested"), OSGD()
+    rows = Accumulator(net, combine, refresh=5)
+    rows.backward(losses_of(net, *batch()))
+    assert not rows.backward(losses_of(net, *batch())).refreshed
+    combine.order = [2, 1, 0]
+    assert rows.backward(losses_of(net, *batch())).refreshed
+    combine.importance = [1, 2, 3]
+    assert rows.backward(losses_of(net, *batch())).refreshed
+    assert not rows.backward(losses_of(net, *batch())).refreshed
+
+
 # What a step leaves behind.
 
 
@@ -279,10 +374,11 @@ class Recomputed(nn.Module):
         return found
 
 
-def test_checkpointed_batch_norms_count_a_batch_as_plain_backward_does() -> None:
+@pytest.mark.parametrize("given", [lambda net: net, lambda net: list(net.parameters())], ids=["module", "list"])
+def test_checkpointed_batch_norms_count_a_batch_as_plain_backward_does(given) -> None:  # type: ignore[no-untyped-def]
     x, y = torch.randn(8, 6), torch.randint(4, (8,))
     plain, ours = Recomputed(), Recomputed()
-    rows = Accumulator(ours, OSGD())
+    rows = Accumulator(given(ours), OSGD())
     for _ in range(2):
         sum(plain.losses(x, y), start=torch.zeros(())).backward()
         rows.backward(ours.losses(x, y))
@@ -303,6 +399,38 @@ def test_squares_of_what_one_task_owns_neither_vanish_nor_overflow(size: float) 
     assert report.norms[0].item() == pytest.approx(200 * size, rel=1e-6)
 
 
+@pytest.mark.parametrize("combine", [OSGD(), NormSGD(), OSGD(scope="shared"), OSGD(scope="tensor")])
+@pytest.mark.parametrize("size", [1e-30, 1e-23, 1e-12, 3e17, 1e30])
+def test_squares_of_layers_without_rows_neither_vanish_nor_overflow(combine: Weighted, size: float) -> None:
+    """The weights that tasks get do not depend on the losses' unit."""
+    net, x = Joined(), torch.randn(5, 8)
+    rows = Accumulator(net, combine, mode="layers")
+
+    def weights(unit: float) -> Tensor:
+        report = rows.backward([(out - t).square().mean() * unit for t, out in enumerate(net(x, "apart"))])
+        assert report.weights is not None
+        return report.weights * (unit if isinstance(combine, NormSGD) else 1)
+
+    weights(1.0)
+    torch.testing.assert_close(weights(size), weights(1.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1e12])
+def test_inputs_of_layers_without_rows_may_be_of_any_size(size: float) -> None:
+    torch.manual_seed(0)
+    trunk, heads, x = nn.Linear(8, 6, bias=False), nn.Linear(6, 3, bias=False), torch.randn(5, 8)
+    nets = [*trunk.parameters(), *heads.parameters()]
+
+    def weights(unit: float) -> Tensor:
+        outs = heads(trunk(x * unit)) / unit
+        losses = [outs[:, 0].square().mean(), outs.square().mean(), (outs[:, 1] + outs[:, 2]).square().mean()]
+        report = backward(losses, nets, OSGD(scope="tensor"), mode="layers")
+        assert report.weights is not None
+        return report.weights
+
+    torch.testing.assert_close(weights(size), weights(1.0), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_that_are_not_finite_though_the_losses_are() -> None:
     w = nn.Parameter(torch.zeros(3))
     losses = [w.sqrt().sum(), (w + 1).sum()]
@@ -318,7 +446,16 @@ def test_no_task_is_called_finite_that_is_not() -> None:
             backward([loss * float("nan") for loss in losses_of(net, *batch())], net, combine)
 
 
-@pytest.mark.parametrize("scale", [lambda s, loss: s.scale(loss), lambda s, loss: s.scale(loss / 2) / 4])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda s, loss: s.scale(loss),
+        lambda s, loss: s.scale(loss / 2) / 4,
+        lambda s, loss: s.scale([loss])[0],  # by a copy of the scale
+        lambda s, loss: loss * s.get_scale(),
+        lambda s, loss: s.scale(torch.stack([loss, loss])).mean(),
+    ],
+)
 @pytest.mark.parametrize("combine", [OSGD(), SumSGD()])
 def test_losses_that_are_scaled_already_are_not_scaled_again(combine: Weighted, scale) -> None:  # type: ignore[no-untyped-def]
     net = make("nested")
@@ -347,6 +484,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "one learnable importance": (lambda: SGD([1, nn.Parameter(torch.ones(()))]), "needs a gradient"),  # type: ignore[list-item]
     "scaler": (lambda: Accumulator(Nested(), OSGD(), scaler=True), "scaler is True: expected a torch.amp"),  # type: ignore[arg-type]
+    "scope": (lambda: OSGD(scope=3), "unknown scope 3: expected all"),  # type: ignore[arg-type]
+    "tolerance": (lambda: OSGD(tolerance=-1), "tolerance is -1: expected a number"),
+    "owners": (lambda: Accumulator(Nested(), OSGD(), owners=[1]), "owners is a list: expected a mapping"),  # type: ignore[arg-type]
+    "owners in numbers": (lambda: Accumulator(Nested(), OSGD(), owners={"a": 1}), "owners is a mapping to"),  # type: ignore[arg-type]
+    "reduce": (lambda: Accumulator(Nested(), OSGD(), reduce="x"), "reduce is 'x': expected True"),  # type: ignore[arg-type]
+    "features": (
+        lambda: backward(losses_of(make("nested"), *batch()), Nested(), OSGD(), features=3),  # type: ignore[arg-type]
+        "features has no graph",
+    ),
+    "retain_graph": (
+        lambda: backward(losses_of(make("nested"), *batch()), Nested(), OSGD(), retain_graph="x"),  # type: ignore[arg-type]
+        "retain_graph is 'x': expected True or False",
+    ),
+    "complex losses": (
+        lambda: backward([torch.ones((), dtype=torch.cfloat)], Nested(), OSGD()),
+        "is complex: expected",
+    ),
     "refresh": (lambda: Accumulator(Nested(), OSGD(), refresh=1.5), "refresh is 1.5: expected a whole"),  # type: ignore[arg-type]
     "unrelated owners": (lambda: Accumulator(Club(), OSGD()), r"Club.owners\(\) gave a list.*named_parameters"),
     "one parameter": (lambda: Accumulator(nn.Parameter(torch.ones(3)), OSGD()), r"params is one tensor.*\[parameter\]"),

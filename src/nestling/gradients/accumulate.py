@@ -19,7 +19,9 @@ from nestling.gradients.checks import (
     Params,
     arranged,
     check_combine,
+    check_flag,
     check_mode,
+    check_owners,
     check_refresh,
     check_scaler,
     named,
@@ -80,6 +82,7 @@ class Accumulator(Generic[R]):
         check_mode(mode)
         check_combine(combine)
         check_scaler(scaler)
+        check_owners(owners)
         self.given = named(params)  # the frozen ones too: they may be unfrozen later
         self.net = unwrapped(params) if isinstance(params, nn.Module) else None
         self.combine = combine
@@ -93,6 +96,7 @@ class Accumulator(Generic[R]):
         self.trained: dict[tuple[int, ...], Trained] = {}  # kept for good: a captured CUDA graph may read any
         self.now = self._plan()
         self.group = self._group(reduce)
+        self.asked = check
         self.check = (self.now.device.type == "cpu" and scaler is None) if check is None else check
         whole = compiled_inside(params) if isinstance(params, nn.Module) else None
         asked = whole is not None and owners is None and self.now.layout is None and combine.owners_matter
@@ -104,7 +108,7 @@ class Accumulator(Generic[R]):
 
     def clear(self) -> None:
         """Forget the rows of a step that has begun."""
-        self.step: Gathered[R] = Gathered(self.now, self.group, self.check, self.mean)
+        self.step: Gathered[R] = Gathered(self.now, self.group, self.check, self.mean, self._may_look())
 
     def backward(self, losses: Losses, *, retain_graph: bool = False) -> R:
         """Add the losses' gradients and fill `.grad`: a whole step."""
@@ -125,6 +129,7 @@ class Accumulator(Generic[R]):
 
     def _add(self, losses: list[Tensor | None], final: bool, retain_graph: bool) -> None:
         """`add`, of losses that were checked."""
+        check_flag("retain_graph", retain_graph)
         if any(loss is None for loss in losses):
             self._refuse_absent()
         losses = with_graphs(losses, self._idle)
@@ -151,11 +156,11 @@ class Accumulator(Generic[R]):
             if final and self._may_go_without_rows():
                 step.layers = find(losses, self.now.params, always=self.mode == "layers")
             step.add_rows(losses, Statistics(self.net), final, retain_graph)
-            step.check_owners(there, self.combine.owners_matter, first=self.steps == 0)
+            step.check_owners(losses, self.combine.owners_matter, first=self.steps == 0)
             if self.eager is not None and self.now.told:
                 self.eager.done()
                 self.eager = None
-        if self.followed is not None:
+        if self.followed is not None and (len(there) == len(losses) or self.followed.used) and step.reached:
             self.followed.look(there, self.now.named, step.used())
         step.sum_up()
         step.broken = False
@@ -199,6 +204,11 @@ class Accumulator(Generic[R]):
         """Find the weights anew at the next step and count `refresh` from there."""
         self.steps = 0
         self.last: R | None = None
+        self.seen = self._changes()
+
+    def _changes(self) -> int:
+        """How often the method's order and importance were set."""
+        return int(getattr(self.combine, "changes", 0))
 
     def _plan(self) -> Trained:
         """What is known of the parameters that need a gradient now: some may be frozen, unfrozen or replaced."""
@@ -262,6 +272,8 @@ class Accumulator(Generic[R]):
         if fixed is not None:
             self.step.lone = fixed[1]
             return fixed[0]
+        if self.refresh > 1 and self._changes() != self.seen:
+            self.renew()
         if self.last is None or self.steps % self.refresh == 0:
             return None
         assert self.last.weights is not None
@@ -272,6 +284,15 @@ class Accumulator(Generic[R]):
         self.steps += 1
         if self.refresh > 1:
             self.last = report
+
+    def _may_look(self) -> bool:
+        """Whether a first step may read rows to see who owns what: not where waiting is forbidden, or cannot be."""
+        kind = self.now.device.type
+        return (
+            self.asked is not False
+            and kind != "meta"
+            and not (kind == "cuda" and torch.cuda.is_current_stream_capturing())
+        )
 
     def _may_go_without_rows(self) -> bool:
         """Whether this is a whole step of one process, whose owners the graph tells."""

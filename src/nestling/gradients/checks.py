@@ -94,6 +94,22 @@ def check_mode(mode: object) -> None:
         raise NestlingError(f"mode is {mode!r}: expected {join(list(MODES))}")
 
 
+def check_owners(owners: object) -> None:
+    if owners is None:
+        return
+    if not isinstance(owners, Mapping) or any(not isinstance(mask, Tensor) for mask in owners.values()):
+        found = f"a {type(owners).__name__}" if not isinstance(owners, Mapping) else "a mapping to something else"
+        raise NestlingError(
+            f"owners is {found}: expected a mapping from each parameter, or its name, to an int64 tensor (bit t: task t uses "
+            f"the entry), such as nestling.gradients.owners_from(shared, [head_0, head_1])"
+        )
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise NestlingError(f"{name} is {value!r}: expected True or False")
+
+
 def check_scaler(scaler: object) -> None:
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise NestlingError(f"scaler is {scaler!r}: expected a torch.amp.GradScaler, or None")
@@ -146,6 +162,8 @@ def check_losses(losses: Iterable[Tensor | None]) -> list[Tensor | None]:
                 f"the loss of task {task} is a {type(loss).__name__}: expected a scalar tensor "
                 f"straight from the graph (no .item())"
             )
+        if loss.is_complex():
+            raise NestlingError(f"the loss of task {task} is complex: expected a real number; take its real part")
         if loss.numel() != 1:
             raise NestlingError(
                 f"the loss of task {task} has shape {tuple(loss.shape)}: expected a scalar; take its mean or sum first"

@@ -67,7 +67,7 @@ def backward_at(
 def _checked(features: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(features, nn.Module):
         raise NestlingError("features is a module: expected the tensors it gave, from which the losses were made")
-    found = [features] if isinstance(features, Tensor) else list(features)
+    found = [features] if isinstance(features, Tensor) else list(features) if isinstance(features, Iterable) else []
     if not found or any(not isinstance(f, Tensor) or f.grad_fn is None for f in found):
         raise NestlingError(
             "features has no graph: expected one or more tensors that the trunk gave and the losses were made from"

@@ -26,18 +26,22 @@ from nestling.gradients.passes import added, of_task, of_weighted, put_aside
 from nestling.gradients.reduce import Reduction, agree
 from nestling.gradients.rowless import WeightUse
 from nestling.gradients.rows import Rows
-from nestling.gradients.stacked import refuse_stacked
+from nestling.gradients.stacked import of_a_stack, stacked, unused
 from nestling.gradients.trained import Statistics, Trained
-from nestling.gradients.walks import mixed, refuse_reentrant
+from nestling.gradients.walks import doubtful, mixed, refuse_reentrant
 
 
 class Gathered(Generic[R]):
     """The gradients of a step that has begun, of the parameters that are trained now."""
 
-    def __init__(self, now: Trained, group: dist.ProcessGroup | None, check: bool, mean: bool = False) -> None:
+    def __init__(
+        self, now: Trained, group: dist.ProcessGroup | None, check: bool, mean: bool = False, look: bool = False
+    ) -> None:
+        """`look`: whether rows may be read once to see who owns what, though that waits for the device."""
         self.now = now
         self.group = group
         self.check = check
+        self.look = look
         self.sums: list[list[Tensor | None]] | None = [] if mean else None  # of the micro-batches so far, in float64
         self.tasks = 0
         self.micro = 0  # micro-batches added
@@ -72,7 +76,7 @@ class Gathered(Generic[R]):
         early = self.group if final and self.now.layout is not None and self.now.sharded is None else None
         if self.micro == 0 or self.sums is not None:
             self.stored = [[None] * len(self.now.params) for _ in losses]
-        with put_aside(self.now.params):
+        with put_aside(self.now.params), statistics.watched():
             last = max(task for task, loss in enumerate(losses) if loss is not None)
             for task, loss in enumerate(losses):
                 if loss is not None:
@@ -127,22 +131,22 @@ class Gathered(Generic[R]):
         if reached is not None:
             self.reached = bool(self.reached) or reached or bool(through)
 
-    def check_owners(self, losses: Sequence[Tensor], matter: bool, first: bool) -> None:
+    def check_owners(self, losses: Sequence[Tensor | None], matter: bool, first: bool) -> None:
         """Whether the graph can tell who owns what; looked at again only where it says something new."""
+        there = [loss for loss in losses if loss is not None]
         if first and self.micro == 0 and self.now.missed:  # hidden, or just unused?
-            refuse_reentrant(losses)
+            refuse_reentrant(there)
         if self.now.layout is not None and not self.now.found:
             return
         masks, now = tuple(self.masks()), self.now
-        new = masks not in now.known
+        new = masks not in now.known or not now.clear
         if new:
-            certain = not mixed(losses) and not (now.sharded is not None and now.sharded.fills_up)
-            if certain and matter and self.check:
-                refuse_stacked(now.named, self.stored, now.sharded)
-            now.known[masks] = certain
+            certain = not mixed(there) and not (now.sharded is not None and now.sharded.fills_up)
+            now.known[masks] = certain and self._looked(losses, matter)
         if now.known[masks]:
-            if len(losses) == self.tasks:
-                now.told[self.tasks] = masks
+            self._leave_unused()
+            if len(there) == self.tasks:
+                now.told[self.tasks] = tuple(self.masks())
         elif self.tasks in now.told:
             self._keep_owned(now.told[self.tasks], look=new or self.check)
         elif matter:
@@ -154,6 +158,39 @@ class Gathered(Generic[R]):
             )
         else:
             self.certain = False
+
+    def _looked(self, losses: Sequence[Tensor | None], matter: bool) -> bool:
+        """Whether it is known who owns what, once the rows were read where the graph leaves it open."""
+        now, wants = self.now, self.check or (matter and self.look)
+        doubts = {task: now.places(doubtful(loss)) for task, loss in enumerate(losses) if loss is not None}
+        if not wants or not any(doubts.values()):  # told not to look: the graph is taken at its word
+            return matter or not any(doubts.values())
+        grads = [[self._gradient(task, i) for i in range(len(now.params))] for task in range(self.tasks)]
+        found, now.clear = unused(grads, doubts, now.sharded)
+        now.unused |= found
+        stack = stacked(grads, now.sharded, [p.shape for _, p in now.named])
+        if matter and stack is not None:
+            raise of_a_stack(now.named[stack][0])
+        return stack is None
+
+    def _gradient(self, task: int, param: int) -> Tensor | None:
+        """A task's row of a parameter; of a layer without rows whether there is any, by output."""
+        delta = next((layer.deltas.get(task) for layer in self.layers if layer.param == param), None)
+        return self.stored[task][param] if delta is None else delta.transpose(0, 1).flatten(1).any(1)
+
+    def _leave_unused(self) -> None:
+        """Let go of zeros of what a task does not use; what is no longer zero is used after all."""
+        for task, i in sorted(self.now.unused):
+            grad = self._gradient(task, i)
+            if grad is None:
+                continue
+            if self.check and self.now.sharded is None and bool(grad.any()):
+                self.now.unused.discard((task, i))
+                continue
+            self.stored[task][i] = None
+            for layer in self.layers:
+                if layer.param == i:
+                    layer.tasks = tuple(other for other in layer.tasks if other != task)
 
     def _keep_owned(self, told: Sequence[int], look: bool) -> None:
         """Let go of the zeros that a compiled graph made of what a task does not own, by what an eager one told."""

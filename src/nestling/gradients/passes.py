@@ -91,10 +91,11 @@ def of_task(
     except RuntimeError as error:
         raise explained(error, task) from error
     if now.found and boxes is not None:
-        late = [i for i, grad in zip(wanted, grads, strict=True) if boxes[i] is None and grad is not None]
-        if late and holds_compiled(loss):  # which has zeros of what the task does not own
-            pairs = zip(wanted, grads, strict=True)
-            grads = [None if i in late and grad is not None and not grad.any() else grad for i, grad in pairs]
+        # Zeros of what the task does not own: of a compiled part, or of outputs that were stacked.
+        late = {i for i, grad in zip(wanted, grads, strict=True) if boxes[i] is None and grad is not None}
+        known = {i for i in late if now.device.type != "cpu" and (task, i) in now.unused}
+        pairs = zip(wanted, grads, strict=True)
+        grads = [None if i in known or (i in late and g is not None and not g.any()) else g for i, g in pairs]
     for i, grad, alone in zip(wanted, grads, apart, strict=True):
         row[i] = _kept(i, task, grad, row[i] if alone else None, now)
     return any(grad is not None for grad in grads)

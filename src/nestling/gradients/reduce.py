@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nestling.errors import NestlingError
+
 
 def group_of(
     reduce: "bool | dist.ProcessGroup", usual: "dist.ProcessGroup | None" = None
 ) -> "dist.ProcessGroup | None":
     """The group to average over: the usual one, which is all ranks by default, or the one given; None for a lone process."""
+    if not isinstance(reduce, bool) and not (dist.is_available() and isinstance(reduce, dist.ProcessGroup)):
+        raise NestlingError(f"reduce is {reduce!r}: expected True, False or a torch.distributed process group")
     if reduce is False or not dist.is_available() or not dist.is_initialized():
         return None
     group = (usual or dist.group.WORLD) if reduce is True else reduce

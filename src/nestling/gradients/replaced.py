@@ -4,10 +4,11 @@ A model that is given can be asked for its parameters at every step; a list cann
 parameters they reached; where one is no longer used, and one that was not there before is in its place, the step is refused.
 """
 
+import gc
 import weakref
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import Named
@@ -25,18 +26,34 @@ class Followed:
         """`now`: per parameter whether a loss reached it in this step. The graph is walked only where one is missing."""
         first = not self.used
         before, self.used = self.used, self.used | {id(p) for (_, p), used in zip(named, now, strict=True) if used}
-        lost = [(name, p) for (name, p), used in zip(named, now, strict=True) if not used and id(p) in before]
+        idle = [(name, p) for (name, p), used in zip(named, now, strict=True) if not used]
+        lost = [pair for pair in idle if first or id(pair[1]) in before]
         if not first and not lost:
             return
         given = {id(p) for _, p in named}
         leaves = [getattr(node, "variable", None) for node in reached(losses)]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in given]
         new = [leaf for leaf in others if id(leaf) not in self.beside or self.beside[id(leaf)]() is not leaf]
-        for name, p in [] if first else lost:
-            if any(leaf.shape == p.shape for leaf in new):
+        beside = [leaf for leaf in new if isinstance(leaf, nn.Parameter)]
+        for name, p in lost:
+            if any(leaf.shape == p.shape for leaf in new) or (beside and _orphaned(p)):
                 raise NestlingError(
-                    f"{name} is no longer used by any loss, and one of the same shape that was not given is: it seems to have "
-                    f"been replaced, and the new one would get no gradient. Give the model itself, which is asked at every "
-                    f"step, or make a new Accumulator"
+                    f"{name} is not used by any loss, and one that was not given is, of the same shape or in a module that "
+                    f"{name} is no longer in: it seems to have been replaced, and the new one would get no gradient. Give the "
+                    f"model itself, which is asked at every step, or its parameters as they are now; or freeze {name}"
                 )
         self.beside.update({id(leaf): weakref.ref(leaf) for leaf in new})
+
+
+def _orphaned(p: Tensor) -> bool:
+    """Whether a parameter was a module's, as far as its type says, and is in none that lives."""
+    if not isinstance(p, nn.Parameter):
+        return False
+    holders = [held for held in gc.get_referrers(p) if isinstance(held, dict)]
+    modules = [owner for held in holders for owner in gc.get_referrers(held) if isinstance(owner, dict | nn.Module)]
+    return not any(_holds(owner, held) for owner in modules for held in holders)
+
+
+def _holds(owner: "dict[object, object] | nn.Module", held: "dict[object, object]") -> bool:
+    found = owner.get("_parameters") if isinstance(owner, dict) else owner._parameters
+    return found is held

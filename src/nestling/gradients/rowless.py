@@ -25,6 +25,9 @@ MATMULS = {"AddmmBackward0": (2, "_saved_mat1"), "MmBackward0": (1, "_saved_self
 CONVOLUTION = "ConvolutionBackward0"
 BAND = 64  # samples whose products with those before them are made together
 IMAGE = 256  # pixels of an image, all of whose products with those before them are made together
+SMALL = (
+    2.0**-16
+)  # inputs between this and its inverse are left as they are: their fourth powers are well inside float32
 COMBINED = (
     64  # products that cost as much as to move one number once, on a CPU: of a row, of output gradients, of columns
 )
@@ -51,11 +54,17 @@ class WeightUse:
         and how far rounding may have moved them, (tasks,): over products of random signs, as for a sum of many."""
         deltas = torch.cat([self._flat_delta(t).to(dtype) for t in self.tasks], 1)  # (i, tasks * out)
         by_task = deltas.view(len(deltas), len(self.tasks), -1)
+        sized, scale = deltas.new_ones(len(self.tasks)), 1.0
+        if dtype == torch.float32 and deltas.device.type == "cpu":  # whose squares may be too small to tell from zero
+            sized = _near_one(by_task, (0, 2))
+            by_task *= sized[:, None]
+            scale = float(_near_one(self.inputs, ()))
+            scale = 1.0 if SMALL <= scale <= 1 / SMALL else scale
         sizes = torch.linalg.vector_norm(by_task, dim=2).square_()  # (i, tasks)
         found = torch.zeros(len(self.tasks), len(self.tasks), dtype=torch.float64, device=deltas.device)
         spread = found.new_zeros(len(self.tasks))
         start = 0
-        for among in self._bands(dtype):  # symmetric: the lower half will do
+        for among in self._bands(dtype, scale):  # symmetric: the lower half will do
             here, before = slice(start, start + len(among)), slice(start + len(among))
             start += len(among)
             among[:, here] /= 2
@@ -64,24 +73,28 @@ class WeightUse:
             found += products.sum(0, dtype=torch.float64)
             moved = among.square_() @ sizes[before] + torch.linalg.vector_norm(through, dim=2).square_()
             spread += (sizes[here].double() * moved).sum(0)
-        return found + found.T, 2 * torch.finfo(dtype).eps * spread.sqrt()
+        back = 1 / (sized.double() * scale)  # powers of two: exact
+        noise = 2 * torch.finfo(dtype).eps * spread.sqrt()
+        return (found + found.T) * back[:, None] * back, noise * back**2
 
-    def _bands(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """a_i . a_j for a band of i after the other, and all j up to its end."""
+    def _bands(self, dtype: torch.dtype, scale: float = 1.0) -> Iterator[Tensor]:
+        """a_i . a_j for a band of i after the other, and all j up to its end; a multiplied by `scale`."""
+        given = self.inputs.to(dtype)
+        given = given if scale == 1 else given * scale
         if by_pixels(self.options, self.deltas[self.tasks[0]].shape):
             _, padding, dilation = self.options
-            yield from image_bands(self.inputs.to(dtype), self.weight.shape[2:], padding, dilation, BAND)
+            yield from image_bands(given, self.weight.shape[2:], padding, dilation, BAND)
             return
-        inputs = self._flat_inputs().to(dtype)
+        inputs = self._flat_inputs(given)
         for start in range(0, len(inputs), BAND):
             yield product(inputs[start : start + BAND], inputs[: start + BAND].T)
 
-    def _flat_inputs(self) -> Tensor:
+    def _flat_inputs(self, given: Tensor) -> Tensor:
         """a: (i, entries of a weight's row)."""
         if not self.options:
-            return self.inputs
+            return given
         stride, padding, dilation = self.options
-        columns = F.unfold(self.inputs, self.weight.shape[2:], dilation, padding, stride)
+        columns = F.unfold(given, self.weight.shape[2:], dilation, padding, stride)
         return columns.transpose(1, 2).flatten(0, 1)
 
     def _flat_delta(self, task: int) -> Tensor:
@@ -108,6 +121,14 @@ class WeightUse:
         _, found, _ = torch.ops.aten.convolution_backward(delta, self.inputs, self.weight, None, *self.options, *rest)
         made: Tensor = found
         return made
+
+
+def _near_one(numbers: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The power of two that brings the largest near one; 1 where that is zero or not finite."""
+    most = torch.maximum(numbers.amax(dims), -numbers.amin(dims))
+    known = (most > 0) & most.isfinite()
+    exponent = torch.where(known, torch.frexp(torch.where(known, most, 1.0)).exponent, 0).clamp(-126, 126)
+    return torch.ldexp(torch.ones_like(most), -exponent)
 
 
 def find(losses: Sequence[Tensor | None], params: Sequence[Tensor], always: bool = False) -> list[WeightUse]:

@@ -112,6 +112,11 @@ class Sharded:
         if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in self.groups):
             raise NestlingError("FSDP keeps the parameters on the CPU (CPUOffloadPolicy): expected them on the device")
 
+    def leaves(self) -> list[int]:
+        """The ids of the whole parameters, which a graph ends at."""
+        every = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
+        return [id(getattr(every[id(p)], "_unsharded_param", None)) for p in self.sharded]
+
     def _window(self, p: Any) -> Box:
         """Which entries of a parameter this rank holds."""
         axis, ranks, rank = p.placements[self.dim].dim, dist.get_world_size(self.shards), dist.get_rank(self.shards)

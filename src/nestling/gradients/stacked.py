@@ -1,11 +1,12 @@
-"""Parameters that hold something of each task side by side, such as one weight for all heads.
+"""What tasks have side by side: outputs of several heads in one tensor, or one weight for all heads.
 
-The graph says only that every task uses such a parameter, not that each uses a slice of its own. In come the rows of
-a step; where the tasks' gradients never meet along a dimension and fill it together, methods that ask who owns what are
-refused: they would train something else. Reads values back, so it is for a first step on a CPU.
+The graph says only that every task uses them, not that each uses a slice of its own. In come the rows of a step. A parameter
+of another head has zeros for a task, which does not own it then. Where the tasks' gradients of one parameter never meet along
+a dimension, methods that ask who owns what are refused. Reads values back, so it is for a first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,27 +18,56 @@ from nestling.gradients.sharded import Sharded
 SAMPLE = 1024  # entries that nearly always suffice to see tasks meet
 
 
-def refuse_stacked(
-    named: Sequence[tuple[str, Tensor]], stored: Sequence[Sequence[Tensor | None]], sharded: Sharded | None = None
-) -> None:
-    """Raise if a parameter is a stack. `stored`: [task][parameter], whole gradients, or each rank's share of them."""
-    grads = [[grad for grad in (row[i] for row in stored) if grad is not None] for i in range(len(named))]
-    seen = [len(g) < 2 or g[0].dim() < 2 or _meet([_sample(grad) for grad in g]) for g in grads]
+Grads = Sequence[Sequence[Tensor | None]]  # [task][parameter], whole gradients, or each rank's share of them
+
+
+def unused(
+    grads: Grads, doubts: Mapping[int, Collection[int]], sharded: Sharded | None = None
+) -> tuple[set[tuple[int, int]], bool]:
+    """The (task, parameter) among the doubts whose gradient is zero while another task's is not: the task's loss was made from
+    one of several outputs that were stacked, and the parameter is of another one. And whether all is clear: not where every
+    task's is zero."""
+    places = sorted({i for found in doubts.values() for i in found})
+    if not places:
+        return set(), True
+    some = torch.tensor([[_some(row[i]) for i in places] for row in grads])
+    if sharded is not None:
+        some = _anywhere(some, sharded).cpu()
+    used = some.any(0).tolist()
+    pairs = [(task, at, i) for task, found in doubts.items() for at, i in enumerate(places) if i in found]
+    known = {(task, i) for task, at, i in pairs if used[at] and grads[task][i] is not None and not some[task, at]}
+    return known, all(used)
+
+
+def stacked(grads: Grads, sharded: Sharded | None = None, shapes: Sequence[torch.Size] = ()) -> int | None:
+    """The first parameter that is a stack. `shapes`: of the whole parameters."""
+    each = [[grad for grad in (row[i] for row in grads) if grad is not None] for i in range(len(grads[0]))]
+    seen = [len(g) < 2 or g[0].dim() < 1 or _meet([_sample(grad) for grad in g]) for g in each]
     if sharded is not None:  # they may meet on another rank
         seen = _anywhere(torch.tensor(seen), sharded).tolist()
     for index in (i for i, meet in enumerate(seen) if not meet):
-        supports = [torch.stack([_support(grad, dim) for grad in grads[index]]) for dim in range(grads[index][0].dim())]
+        supports = [torch.stack([_support(grad, dim) for grad in each[index]]) for dim in range(each[index][0].dim())]
         if sharded is not None:
-            window, shape = sharded.windows[index], named[index][1].shape
+            window, shape = sharded.windows[index], shapes[index]
             supports = [
                 _anywhere(_placed(found, window[dim], shape[dim]), sharded) for dim, found in enumerate(supports)
             ]
-        if any(_side_by_side(found) for found in supports):
-            raise NestlingError(
-                f"the tasks' gradients of {named[index][0]} never meet: it seems to hold a slice for each task, which the "
-                f"graph cannot tell, and this method needs to know who owns what. Pass owners=, a mapping from each "
-                f"parameter's name to int64 bit masks of its shape (bit t: task t uses the entry), or use scope='all'"
-            )
+        if any(_side_by_side(found, len(supports)) for found in supports):
+            return index
+    return None
+
+
+def of_a_stack(name: str) -> NestlingError:
+    return NestlingError(
+        f"the tasks' gradients of {name} never meet: it seems to hold a slice for each task, which the graph cannot tell, and "
+        f"this method needs to know who owns what. Pass owners=, a mapping from each parameter's name to int64 bit masks of "
+        f"its shape (bit t: task t uses the entry), or use scope='all'"
+    )
+
+
+def _some(grad: Tensor | None) -> bool:
+    """Whether a gradient is anywhere other than zero."""
+    return grad is not None and (bool(_sample(grad).any()) or bool(grad.any()))
 
 
 def _anywhere(seen: Tensor, sharded: Sharded) -> Tensor:
@@ -64,9 +94,13 @@ def _meet(rows: Sequence[Tensor]) -> bool:
 
 def _support(grad: Tensor, dim: int) -> Tensor:
     """Along one dimension, where the gradient is not zero."""
-    return (grad != 0).movedim(dim, 0).flatten(1).any(1)
+    return (grad != 0).movedim(dim, 0).reshape(grad.shape[dim], -1).any(1)
 
 
-def _side_by_side(taken: Tensor) -> bool:
-    """Whether every index belongs to one task, and every task has some; (tasks, indices)."""
-    return bool((taken.sum(0) == 1).all()) and bool(taken.any(1).all())
+def _side_by_side(taken: Tensor, dims: int) -> bool:
+    """Whether tasks use runs of indices one after the other, (tasks, indices): at least two of them, and no index twice. Of a
+    vector every index has to be used: a few numbers may be apart by chance."""
+    if bool((taken.sum(0) > 1).any()) or (dims == 1 and not bool(taken.any(0).all())):
+        return False
+    runs = sorted((int(found[0]), int(found[-1])) for found in (row.nonzero().flatten() for row in taken) if len(found))
+    return len(runs) > 1 and all(a[1] < b[0] for a, b in pairwise(runs))

@@ -5,11 +5,13 @@ owners, their Layout. Planned on the host once; parameters may be frozen, unfroz
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nestling.errors import NestlingError
 from nestling.gradients.checks import Named, refuse_hooks, trainable
@@ -43,7 +45,14 @@ class Trained:
         self.missed = set(range(len(self.params)))  # parameters no task has reached yet
         self.met = False  # whether a loss reached a parameter on any rank
         self.known: dict[tuple[int, ...], bool] = {}  # owner masks read off a graph: whether it could tell them
+        self.unused: set[tuple[int, int]] = set()  # (task, parameter) that a graph joins by zeros alone
+        self.clear = True  # whether rows that were looked at left nothing open
         self.told: dict[int, tuple[int, ...]] = {}  # per number of tasks, the last owner masks of a graph that could
+
+    def places(self, leaves: set[int]) -> set[int]:
+        """The parameters among a graph's leaves, which are given by id."""
+        ids = [id(p) for _, p in self.named] if self.sharded is None else self.sharded.leaves()
+        return {i for i, leaf in enumerate(ids) if leaf in leaves}
 
     def share_of(self, whole: Layout) -> Layout:
         """What this rank holds of a layout of whole parameters: all of it, unless they are sharded."""
@@ -93,15 +102,37 @@ class Statistics:
     """Running statistics that a checkpoint's recomputation moves, once per backward pass; kept at the first move.
 
     Plain backward recomputes a checkpoint once, and so its batch norms count a batch twice; a pass per task would
-    count it once more for each.
+    count it once more for each. Where parameters alone were given, modules that run inside `watched` are found as they do.
     """
 
     def __init__(self, net: nn.Module | None) -> None:
-        modules = [] if net is None else net.modules()
-        held = ([b for b in module._buffers.values() if b is not None] for module in modules)
-        self.buffers = [buffers for buffers in held if buffers]  # per module: torch counts only some changes
-        self.versions = [self._version(buffers) for buffers in self.buffers]
+        self.buffers: list[list[Tensor]] = []  # per module: torch counts only some changes
+        self.versions: list[int] = []
         self.moved: dict[int, list[Tensor]] = {}
+        self.seen: set[int] = set()
+        self.known = net is not None
+        for module in [] if net is None else net.modules():
+            self._meet(module)
+
+    def _meet(self, module: nn.Module, given: object = None) -> None:
+        """Keep in mind what a module holds, before it runs."""
+        held = [b for b in module._buffers.values() if b is not None]
+        if held and id(module) not in self.seen:
+            self.seen.add(id(module))
+            self.buffers.append(held)
+            self.versions.append(self._version(held))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """For the backward passes."""
+        if self.known:
+            yield
+            return
+        hook = register_module_forward_pre_hook(self._meet)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -4,7 +4,7 @@ In come losses; out comes which parameters a loss reaches, and refusals of what 
 reentrant checkpoints, compiled parts that mix tasks, losses that were scaled twice.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 COMPILED = "CompiledFunctionBackward"  # what torch.compile makes of a whole forward pass: one node
 REENTRANT = "CheckpointFunctionBackward"
 SINK = "_DDPSinkBackward"  # DistributedDataParallel's: hands every output through, each by itself
-SCALARS = ("MulBackward0", "DivBackward0", "AddBackward0", "SubBackward0", "ToCopyBackward0", "ViewBackward0")
+SELECTING = ("Select", "Slice", "Split", "Unbind", "Index", "Gather", "CopySlices", "AsStrided", COMPILED)
+SCALARS = ("Mul", "Div", "Add", "Sub", "ToCopy", "View", "Stack", "Cat", "Select", "Unbind", "Mean", "Sum", "Squeeze")
+# What may stand between a loss and the scale it was multiplied by; by how the names of nodes begin.
 
 
 def reached(losses: Iterable[Tensor], stops: "Collection[Node | None]" = ()) -> "dict[Node, set[int]]":
@@ -39,6 +41,28 @@ def reached(losses: Iterable[Tensor], stops: "Collection[Node | None]" = ()) -> 
         elif new:
             todo.extend(node.next_functions)
     return seen
+
+
+def doubtful(loss: Tensor) -> set[int]:
+    """The leaves, by id, that a loss reaches only through nodes that select: what they leave out gets zeros, not nothing, so
+    that a loss made from one of several stacked outputs seems to depend on all of them."""
+    sure: set[Node] = set()
+    beyond: list[Node | None] = []
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in sure:
+            continue
+        sure.add(node)
+        following = [above for above, _ in node.next_functions]
+        (beyond if node.name().startswith(SELECTING) else todo).extend(following)
+    seen = set(sure)
+    while beyond:
+        node = beyond.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            beyond.extend(above for above, _ in node.next_functions)
+    return {id(getattr(node, "variable", None)) for node in seen - sure}
 
 
 def owners_of(losses: Sequence[Tensor], parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -83,17 +107,29 @@ def refuse_reentrant(losses: Sequence[Tensor]) -> None:
 
 
 def refuse_scaled(losses: Sequence[Tensor], scaler: object) -> None:
-    """Raise if a loss was multiplied by the scaler's own scale: it would be scaled once more here."""
+    """Raise if a loss was multiplied by the scaler's own scale, or by a number that equals it: it would be scaled once more
+    here. Reads the scale back, as a scaler's own step does."""
     scale = getattr(scaler, "_scale", None)
-    if not isinstance(scale, Tensor):
+    if not isinstance(scale, Tensor) or scale.is_meta or float(scale) == 1.0:
         return
     for task, loss in enumerate(losses):
-        node = loss.grad_fn
-        while node is not None and node.name() in SCALARS:
-            factors = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
-            if any(isinstance(f, Tensor) and f.data_ptr() == scale.data_ptr() for f in factors):
-                raise NestlingError(
-                    f"the loss of task {task} is scaled already, and scaler= scales it again: pass the losses as they "
-                    f"are, without scaler.scale(...), or leave scaler= out"
-                )
-            node = node.next_functions[0][0]
+        if any(float(factor) == float(scale) for factor in _factors(loss)):
+            raise NestlingError(
+                f"the loss of task {task} is scaled already, and scaler= scales it again: pass the losses as they "
+                f"are, without scaler.scale(...), or leave scaler= out"
+            )
+
+
+def _factors(loss: Tensor) -> Iterator[Tensor]:
+    """The numbers that a loss was multiplied by at its end."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or not node.name().startswith(SCALARS):
+            continue
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions)
+        for name in ("_saved_self", "_saved_other"):
+            factor = getattr(node, name, None) if node.name() == "MulBackward0" else None
+            if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
+                yield factor

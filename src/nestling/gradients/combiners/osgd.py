@@ -9,6 +9,7 @@ tasks than dimensions work. `osgd-norm` normalises first, which only changes k.
 import torch
 from torch import Tensor
 
+from nestling.errors import NestlingError
 from nestling.gradients import Blocks, kernels
 from nestling.gradients.combiners.norm import check_constant, factors
 from nestling.gradients.combiners.weighted import Importance, Order, Prioritised
@@ -41,6 +42,8 @@ class OSGD(Prioritised):
         tolerance: float = TOLERANCE,
     ) -> None:
         super().__init__(order, scope, importance)
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+            raise NestlingError(f"tolerance is {tolerance!r}: expected a number from 0 to below 1, such as 1e-12")
         self.tolerance = tolerance
 
     def row_scales(self, gram: Tensor, blocks: Blocks) -> Tensor:

@@ -19,7 +19,7 @@ class Solved(Weighted):
         super().__init__()
         if scope not in SCOPES:
             raise NestlingError(
-                f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(scope, SCOPES)}?"
+                f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(str(scope), SCOPES)}?"
             )
         self.scope = scope
 

@@ -27,6 +27,7 @@ class Weighted(Combiner[Report]):
     gives them (then call `set_epoch` at the start of each epoch); default all one."""
 
     scope = "all"
+    changes = 0  # how often order or importance were set: weights found before no longer hold
     random = False  # whether weights are drawn by chance, so that ranks must agree on them
 
     def __init__(self, importance: Importance | None = None) -> None:
@@ -41,6 +42,7 @@ class Weighted(Combiner[Report]):
     @importance.setter
     def importance(self, importance: Importance | None) -> None:
         self._importance = importance if importance is None or callable(importance) else _numbers(importance)
+        self.changes += 1
         self._tell("k", self._importance_of)
 
     def set_epoch(self, epoch: int) -> None:
@@ -110,7 +112,7 @@ class Prioritised(Weighted):
         super().__init__(importance)
         if scope not in SCOPES:
             raise NestlingError(
-                f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(scope, SCOPES)}?"
+                f"unknown scope {scope!r}: expected {', '.join(SCOPES)}; did you mean {nearest(str(scope), SCOPES)}?"
             )
         self.scope = scope
         self._names: tuple[str, ...] = ()
@@ -125,6 +127,7 @@ class Prioritised(Weighted):
         self._order = order if order is None or callable(order) else _as_tuple(order)
         if isinstance(self._order, tuple) and not _by_name(self._order):
             _check_order(self._order, len(self._order))
+        self.changes += 1
         self._tell("order", self.priority)
 
     def set_epoch(self, epoch: int) -> None:
