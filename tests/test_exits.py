@@ -302,10 +302,25 @@ def test_fused_attention_of_windows_is_exported(tmp_path: Any) -> None:
     nestling.export_net(net, spec, tmp_path / "it", x)  # which verifies what it wrote
 
 
-def test_work_is_counted_as_torch_counts_it() -> None:
+class Positions(Small):
+    """Numbers that a small network makes of no image, beside those of the image: they are computed once for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Buffer(torch.randn(16 * 16, 2))
+        self.table = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer1(self.stem(x)) * self.table(self.places).t().reshape(8, 16, 16)
+        logits: Tensor = self.fc(self.layer3(self.layer2(y)).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("make", [lambda: Transformer(), Positions])
+def test_work_is_counted_as_torch_counts_it(make: Callable[[], nn.Module]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    module = Transformer().eval()
+    module = make().eval()
     net = exits(module, (0.5,), IMAGE).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.randn(1, *IMAGE))

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.nets.reading.trace import BATCHES, Trace, without_data
-from nestling.nets.reading.watcher import tensors_of
 
 
 @dataclass(frozen=True)
@@ -213,10 +212,44 @@ class Recorder:
 
 
 def work(piece: Recorded, reads: list[Tensor]) -> int:
-    """Multiply-accumulates of a piece for one image (of one that reads none, at all), by torch's own counter, without data."""
+    """Multiply-accumulates of a piece for one image, by torch's own counter, without data. Numbers that follow from no image (a
+    table of positions that a small network makes, say) are computed once, however many images there are."""
     lenders = [lender for [lender], _ in piece.borrowed.values()]
     hollow = copy.deepcopy(piece, {key: t for each in (piece, *lenders) for key, t in without_data(each).items()})
+    every = counted(hollow, reads)
+    if not reads:
+        return every
+    hollow.steps = [step if free else NOTHING for step, free in zip(piece.steps, of_no_image(piece), strict=True)]
+    once = counted(hollow, reads)
+    return once + (every - once) // BATCHES[0]
+
+
+def counted(piece: Recorded, reads: list[Tensor]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        made = hollow.forward(*reads)
-    assert tensors_of(made)
-    return int(counter.get_total_flops()) // 2 // (BATCHES[0] if reads else 1)
+        piece.forward(*reads)
+    return int(counter.get_total_flops()) // 2
+
+
+NOTHING: tuple[str, Any, Any, Any] = ("call_function", tuple, (), {})
+
+
+def of_no_image(piece: Recorded) -> list[bool]:
+    """Which steps depend on no image, nor on how many there are."""
+    free: list[bool] = []
+
+    def alone(value: Any) -> bool:
+        if isinstance(value, Read | PerImage):
+            return False
+        if isinstance(value, Made):
+            return free[value.step]
+        if isinstance(value, Copy):
+            return alone(value.of)
+        if isinstance(value, slice):
+            return all(map(alone, (value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return all(map(alone, value.values()))
+        return all(map(alone, value)) if isinstance(value, list | tuple) else True
+
+    for _, _, args, kwargs in piece.steps:
+        free.append(alone(args) and alone(kwargs))
+    return free
