@@ -335,6 +335,16 @@ class Two(nn.Module):
         return x, x
 
 
+class Filled(Small):
+    """Puts what it computes into a tensor of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape[0], 32)
+        y[:, :16] = self.layer2(self.layer1(self.stem(x))).mean((2, 3))
+        logits: Tensor = self.fc(y)
+        return logits
+
+
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no place": (Small, (), "found exits at"),
     "a share of all": (Small, (0.5, 1.0), "found exits at"),
@@ -342,6 +352,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "twice the same": (Small, ("layer1", "layer1"), "fall on the same place, as after layer1.relu"),
     "unknown": (Small, ("layer9",), r"no module 'layer9' runs in it; did you mean layer"),
     "the answer itself": (Small, ("fc",), "would be the module's own answer"),
+    "a tensor filled": (
+        Filled,
+        (0.5,),
+        r"cannot nest the operation \.__setitem__: it puts what is computed from the image into",
+    ),
     "two answers": (Two, (0.5,), "must return one tensor"),
 }
 
