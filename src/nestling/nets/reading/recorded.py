@@ -64,17 +64,17 @@ class Recorded(nn.Module):
         self.steps: list[tuple[str, Any, Any, Any]] = []
         self.borrowed: dict[
             str, tuple[list[Recorded], str]
-        ] = {}  # parameters that another piece holds (in a list: no child)
+        ] = {}  # parameters and layers that another piece holds (in a list: no child)
 
     def borrow(self, name: str, lender: "Recorded", theirs: str) -> None:
-        """Use another piece's parameter instead of holding it: it has one place, and one gradient of all its uses."""
+        """Use another piece's parameter or layer instead of holding it: it has one place, and one gradient of all its uses."""
         delattr(self, name)
         self.borrowed[name] = ([lender], theirs)
 
-    def tensor(self, name: str) -> Tensor:
+    def held(self, name: str) -> Any:
+        """A tensor or a layer, its own or borrowed."""
         [lender], theirs = self.borrowed.get(name, ([self], name))
-        found: Tensor = getattr(lender, theirs)
-        return found
+        return getattr(lender, theirs)
 
     def forward(self, *reads: Tensor) -> Tensor:
         made: list[Any] = []
@@ -85,7 +85,7 @@ class Recorded(nn.Module):
             if isinstance(value, Made):
                 return made[value.step]
             if isinstance(value, Held):
-                return self.tensor(value.name)
+                return self.held(value.name)
             if isinstance(value, Copy):
                 return known(value.of).clone()
             if isinstance(value, PerImage):
@@ -105,15 +105,17 @@ class Recorded(nn.Module):
             elif op == "call_method":
                 made.append(getattr(given[0], target)(*given[1:], **named))
             else:
-                made.append(getattr(self, target)(*given, **named))
+                made.append(self.held(target)(*given, **named))
         out: Tensor = made[-1]
         return out
 
     @property
     def place(self) -> torch.device:
         """Where its tensors are."""
-        held = (*self.parameters(), *self.buffers(), *map(self.tensor, self.borrowed))
-        return held[0].device if held else torch.device("cpu")
+        lenders = (lender for [lender], _ in self.borrowed.values())
+        held = (tensor for each in (self, *lenders) for tensor in (*each.parameters(), *each.buffers()))
+        first = next(held, None)
+        return torch.device("cpu") if first is None else first.device
 
     def extra_repr(self) -> str:
         return ", ".join(str(getattr(target, "__name__", target)) for _, target, _, _ in self.steps)
