@@ -302,10 +302,25 @@ def test_fused_attention_of_windows_is_exported(tmp_path: Any) -> None:
     nestling.export_net(net, spec, tmp_path / "it", x)  # which verifies what it wrote
 
 
-def test_work_is_counted_as_torch_counts_it() -> None:
+class Positions(Small):
+    """Numbers that a small network makes of no image, beside those of the image: they are computed once for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Buffer(torch.randn(16 * 16, 2))
+        self.table = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer1(self.stem(x)) * self.table(self.places).t().reshape(8, 16, 16)
+        logits: Tensor = self.fc(self.layer3(self.layer2(y)).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("make", [lambda: Transformer(), Positions])
+def test_work_is_counted_as_torch_counts_it(make: Callable[[], nn.Module]) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    module = Transformer().eval()
+    module = make().eval()
     net = exits(module, (0.5,), IMAGE).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.randn(1, *IMAGE))
@@ -320,6 +335,16 @@ class Two(nn.Module):
         return x, x
 
 
+class Filled(Small):
+    """Puts what it computes into a tensor of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape[0], 32)
+        y[:, :16] = self.layer2(self.layer1(self.stem(x))).mean((2, 3))
+        logits: Tensor = self.fc(y)
+        return logits
+
+
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no place": (Small, (), "found exits at"),
     "a share of all": (Small, (0.5, 1.0), "found exits at"),
@@ -327,6 +352,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "twice the same": (Small, ("layer1", "layer1"), "fall on the same place, as after layer1.relu"),
     "unknown": (Small, ("layer9",), r"no module 'layer9' runs in it; did you mean layer"),
     "the answer itself": (Small, ("fc",), "would be the module's own answer"),
+    "a tensor filled": (
+        Filled,
+        (0.5,),
+        r"cannot nest the operation \.__setitem__: it puts what is computed from the image into",
+    ),
     "two answers": (Two, (0.5,), "must return one tensor"),
 }
 

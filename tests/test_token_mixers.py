@@ -426,6 +426,21 @@ class Sums(Heads):
         return self.proj(y.transpose(1, 2).reshape(x.shape).to(x.dtype))
 
 
+class OneNetwork(nn.Module):
+    """Two places whose constants a small network makes, the same for both."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.places = nn.Buffer(torch.randn(16, 2))
+        self.make = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(drop), nn.Linear(8, 16))
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.make(self.places)
+        y = self.one(x + table).relu()
+        return self.other(y * table.sigmoid())
+
+
 class OneTable(nn.Module):
     """A table of biases that two layers of attention have in common, and a gate for two tensors."""
 
@@ -496,6 +511,7 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "zeros around tokens of heads": lambda: Tokens(PaddedHeads()),
     "attention divided by its sum": lambda: Tokens(Sums()),
     "constants of parameters in common": lambda: Tokens(OneTable()),
+    "constants of one small network": lambda: Tokens(OneNetwork()),
     "a token that is read by itself, too": lambda: Tokens(TokenAlone(), residual=False),
     "queries and keys turned, halves of heads": lambda: Tokens(Rotated(halves=True)),
     "queries and keys turned, pairs of channels": lambda: Tokens(Rotated(halves=False)),
@@ -538,6 +554,11 @@ def test_parameters_of_a_constant_that_a_layer_has_too_are_refused() -> None:
 
     with pytest.raises(NestlingError, match="serve other places too"):
         nest(Tokens(Twice()), "w", shape=IMAGE)
+
+
+def test_a_constant_made_with_dropout_for_several_places_is_refused() -> None:
+    with pytest.raises(NestlingError, match="made with dropout, of which each place would draw its own"):
+        nest(Tokens(OneNetwork(drop=0.5)), "w", shape=IMAGE)
 
 
 def test_random_numbers_made_while_running_are_refused() -> None:

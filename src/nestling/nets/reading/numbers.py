@@ -4,10 +4,11 @@ In: a traced tensor that depends on parameters and buffers alone, and where the 
 with. Out: a module that takes nothing and gives the numbers of each channel, (channels, *pixels), as `Computed` reads them.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.nn.modules.dropout import _DropoutNd
 
 from nestling.nets.ops.operation import Extent
 from nestling.nets.reading.layout import Arrangement, Factor, channel_factors, size_of
@@ -67,13 +68,29 @@ def check_alike(page: Page, node: fx.Node, piece: Recorded) -> None:
 
 
 def own_all(page: Page, node: fx.Node, piece: Recorded) -> None:
-    """Remember whose parameters these are. Those of another constant are borrowed; a layer's are its own."""
-    for name, parameter in list(piece.named_parameters()):
+    """Remember whose parameters these are. What another constant holds, whole layers too, is borrowed."""
+    owed: dict[str, set[tuple[Recorded, str]]] = {}  # what this piece holds, and who has it already
+    for name, parameter in piece.named_parameters():
         lender, theirs = page.lenders.setdefault(id(parameter), (piece, name))
-        if page.weights_of.setdefault(id(parameter), LENT) != LENT or (lender is not piece and "." in name):
-            page.refuse(
-                node,
-                "its constant is made of parameters that serve other places too; give each place parameters of its own",
-            )
+        if page.weights_of.setdefault(id(parameter), LENT) != LENT:
+            refuse_shared(page, node)
+        owed.setdefault(name.partition(".")[0], set()).add((lender, theirs.partition(".")[0]))
+    for name, holders in owed.items():
+        (lender, theirs), *others = holders
+        if others:
+            refuse_shared(page, node)
         if lender is not piece:
+            if getattr(lender, theirs) is not getattr(piece, name):
+                refuse_shared(page, node)
             piece.borrow(name, lender, theirs)
+    if piece.borrowed and any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in piece.modules()):
+        page.refuse(
+            node,
+            "its constant serves several places and is made with dropout, of which each place would draw its own; set p=0 there",
+        )
+
+
+def refuse_shared(page: Page, node: fx.Node) -> NoReturn:
+    page.refuse(
+        node, "its constant is made of parameters that serve other places too; give each place parameters of its own"
+    )

@@ -164,14 +164,14 @@ class Picking(Placing):
         given, function = self.given(whole, "input", "dim", "keepdim"), self.extremes[whole]
         source, dim, keepdim = given["input"], given.get("dim"), bool(given.get("keepdim"))
         if type(dim) is not int:
-            self.refuse(node, MIXES)
+            self.refuse(whole, MIXES)
         dim %= self.values[source].dim()
         over = torch.amax if function is torch.max else torch.amin
         if source in self.layouts and self.reduced_parts(node, over, dim, keepdim, source):
             return
         read = self.plain(node, source)
         if dim < 2:
-            self.refuse(node, MIXES)
+            self.refuse(whole, MIXES)
         self.called(node, read, Call(largest if function is torch.max else smallest, 0, (None, dim, keepdim), {}))
 
     def compared(self, node: fx.Node, function: Any) -> None:

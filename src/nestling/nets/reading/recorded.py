@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.nets.reading.trace import BATCHES, Trace, without_data
-from nestling.nets.reading.watcher import tensors_of
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,17 @@ class Recorded(nn.Module):
         self.steps: list[tuple[str, Any, Any, Any]] = []
         self.borrowed: dict[
             str, tuple[list[Recorded], str]
-        ] = {}  # parameters that another piece holds (in a list: no child)
+        ] = {}  # parameters and layers that another piece holds (in a list: no child)
 
     def borrow(self, name: str, lender: "Recorded", theirs: str) -> None:
-        """Use another piece's parameter instead of holding it: it has one place, and one gradient of all its uses."""
+        """Use another piece's parameter or layer instead of holding it: it has one place, and one gradient of all its uses."""
         delattr(self, name)
         self.borrowed[name] = ([lender], theirs)
 
-    def tensor(self, name: str) -> Tensor:
+    def held(self, name: str) -> Any:
+        """A tensor or a layer, its own or borrowed."""
         [lender], theirs = self.borrowed.get(name, ([self], name))
-        found: Tensor = getattr(lender, theirs)
-        return found
+        return getattr(lender, theirs)
 
     def forward(self, *reads: Tensor) -> Tensor:
         made: list[Any] = []
@@ -86,7 +85,7 @@ class Recorded(nn.Module):
             if isinstance(value, Made):
                 return made[value.step]
             if isinstance(value, Held):
-                return self.tensor(value.name)
+                return self.held(value.name)
             if isinstance(value, Copy):
                 return known(value.of).clone()
             if isinstance(value, PerImage):
@@ -106,15 +105,17 @@ class Recorded(nn.Module):
             elif op == "call_method":
                 made.append(getattr(given[0], target)(*given[1:], **named))
             else:
-                made.append(getattr(self, target)(*given, **named))
+                made.append(self.held(target)(*given, **named))
         out: Tensor = made[-1]
         return out
 
     @property
     def place(self) -> torch.device:
         """Where its tensors are."""
-        held = (*self.parameters(), *self.buffers(), *map(self.tensor, self.borrowed))
-        return held[0].device if held else torch.device("cpu")
+        lenders = (lender for [lender], _ in self.borrowed.values())
+        held = (tensor for each in (self, *lenders) for tensor in (*each.parameters(), *each.buffers()))
+        first = next(held, None)
+        return torch.device("cpu") if first is None else first.device
 
     def extra_repr(self) -> str:
         return ", ".join(str(getattr(target, "__name__", target)) for _, target, _, _ in self.steps)
@@ -213,10 +214,44 @@ class Recorder:
 
 
 def work(piece: Recorded, reads: list[Tensor]) -> int:
-    """Multiply-accumulates of a piece for one image (of one that reads none, at all), by torch's own counter, without data."""
+    """Multiply-accumulates of a piece for one image, by torch's own counter, without data. Numbers that follow from no image (a
+    table of positions that a small network makes, say) are computed once, however many images there are."""
     lenders = [lender for [lender], _ in piece.borrowed.values()]
     hollow = copy.deepcopy(piece, {key: t for each in (piece, *lenders) for key, t in without_data(each).items()})
+    every = counted(hollow, reads)
+    if not reads:
+        return every
+    hollow.steps = [step if free else NOTHING for step, free in zip(piece.steps, of_no_image(piece), strict=True)]
+    once = counted(hollow, reads)
+    return once + (every - once) // BATCHES[0]
+
+
+def counted(piece: Recorded, reads: list[Tensor]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        made = hollow.forward(*reads)
-    assert tensors_of(made)
-    return int(counter.get_total_flops()) // 2 // (BATCHES[0] if reads else 1)
+        piece.forward(*reads)
+    return int(counter.get_total_flops()) // 2
+
+
+NOTHING: tuple[str, Any, Any, Any] = ("call_function", tuple, (), {})
+
+
+def of_no_image(piece: Recorded) -> list[bool]:
+    """Which steps depend on no image, nor on how many there are."""
+    free: list[bool] = []
+
+    def alone(value: Any) -> bool:
+        if isinstance(value, Read | PerImage):
+            return False
+        if isinstance(value, Made):
+            return free[value.step]
+        if isinstance(value, Copy):
+            return alone(value.of)
+        if isinstance(value, slice):
+            return all(map(alone, (value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return all(map(alone, value.values()))
+        return all(map(alone, value)) if isinstance(value, list | tuple) else True
+
+    for _, _, args, kwargs in piece.steps:
+        free.append(alone(args) and alone(kwargs))
+    return free

@@ -18,6 +18,10 @@ from nestling.errors import NestlingError
 from nestling.nets.ops.calls import DROP_PATHS, spelled
 
 NEW = ("new_zeros", "new_ones", "new_full")  # methods that take a type and a place from a tensor, and no numbers
+MADE_FULL = (
+    "it puts what is computed from the image into a tensor made without it (x = zeros(...), x[...] = y), whose readers cannot be "
+    "watched; join the parts with torch.stack or torch.cat"
+)
 
 
 class Seen(fx.Proxy):
@@ -97,7 +101,8 @@ class Watcher(fx.Tracer):
             return proxy
         if self.writes[proxy.node]:
             where = place(self.root.get_submodule("module"), proxy.node)
-            raise NestlingError(f"{self.net}: cannot nest {where}: it overwrites a tensor and gives none.")
+            why = MADE_FULL if target == "__setitem__" else "it overwrites a tensor and gives none"
+            raise NestlingError(f"{self.net}: cannot nest {where}: {why}.")
         self.graph.erase_node(proxy.node)
         return value
 
