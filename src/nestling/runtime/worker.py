@@ -196,7 +196,7 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        pace.crowded = self.processor.crowded()
+        pace.crowded = image.deadline < inf and self.processor.crowded()
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
@@ -218,7 +218,7 @@ class Worker:
             if not soon and left < inf and self.engine.stops and not (pace.crowded and alone):
                 margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
                 if first:
-                    margin = -promise.grace.value if likely <= left else min(margin, left / 10)
+                    margin = -promise.beyond(likely) if likely <= left else min(margin, left / 10)
                 self.guard.until(image.deadline - margin, work.stop)
             began = self.clock()
             done = self.advance(work, stage)
