@@ -44,11 +44,6 @@ class Promise:
         late = sorted(self.timer.recent)
         return max(due, end - late[int(USUAL * len(late))])
 
-    def beyond(self, usual: float) -> float:
-        """How long after the deadline what usually takes so long may go on where there is no answer yet: as long again while
-        one more may be late, else as long as was seldom too long."""
-        return max(usual, self.grace.value) if self.budget.affords else self.grace.value
-
     def observe(self, late: float, tried: str, interrupted: bool = False) -> None:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
         last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was
@@ -63,13 +58,13 @@ class Promise:
 
 
 class Budget:
-    """Late answers that were promised and have not come: as long as there are any, one that is late is no reason to be more
-    careful. No more than two are saved up, so that a load that comes is noticed soon."""
+    """Late answers that were promised and have not come: as long as there are any, there is no need to be careful, and one
+    that is late is no reason to become so. No more than two are saved up, so that a load that comes is noticed soon."""
 
     MOST = 2.0
 
     def __init__(self, late: float) -> None:
-        self.late, self.left = late, 1.0
+        self.late, self.left = late, 0.0
 
     @property
     def affords(self) -> bool:
