@@ -218,10 +218,9 @@ class Worker:
             alone = image.tried == "first" and likely <= left  # whoever is interrupted then has nothing less to give
             if not soon and left < inf and self.engine.stops and not (pace.crowded and alone):
                 margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
-                if easy:
-                    margin = -max(likely, promise.grace.value)
-                elif first:
-                    margin = -promise.grace.value if likely <= left else min(margin, left / 10)
+                if first:
+                    grace = max(likely if easy else 0.0, promise.grace.value)
+                    margin = -grace if likely <= left else min(margin, left / 10)
                 self.guard.until(image.deadline - margin, work.stop)
             began = self.clock()
             done = self.advance(work, stage)
