@@ -6,7 +6,7 @@ pickled for another process, where they cannot be refined. Knows nothing of how 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -94,6 +94,13 @@ class Answer:
         return self if self.final else self._refine(deadline)
 
 
+def made(*told: Any) -> Answer:
+    """`Answer(*told)`, in a third of the time: a frozen class sets its fields one by one."""
+    answer = object.__new__(Answer)
+    answer.__dict__.update(zip(FIELDS, told, strict=True))
+    return answer
+
+
 def elsewhere(
     label: int,
     name: str,
@@ -107,6 +114,9 @@ def elsewhere(
     """An answer that came from another process."""
     found = no_classes if probabilities is None else partial(np.copy, probabilities)
     return Answer(label, name, stage, size, elapsed, final, found, refuse, output)
+
+
+FIELDS = tuple(field.name for field in fields(Answer))
 
 
 def refuse(deadline: float | None) -> Answer:

@@ -13,6 +13,9 @@ from nestling.runtime.pace import Pace
 BEST_GUESS = 0.1  # error of the first stage where errors are not known; each further stage takes away a fifth
 NEXT = 0.8
 ROUNDING = 1e-9
+MOSTLY = 0.5  # who is late as often as that is not only a little late
+A_LITTLE = 0.3e-3  # seconds after the deadline by which an answer
+SLIGHTLY = 0.1  # loses so much of its worth; how often that may happen is the promise's business
 
 
 class Beginnings:
@@ -23,6 +26,7 @@ class Beginnings:
         self.pace, self.stages = pace, len(pace.steps)
         guess = [BEST_GUESS * nothing * NEXT**place for place in range(self.stages)]
         self.errors = [nothing, *(errors or guess)]
+        self.last_is_best = self.errors[-1] == min(self.errors)
 
     def first(self, left: float, price: float = 1.0) -> int:
         """The stage to begin with when there are so many seconds left; what is passed over is tried again some day."""
@@ -34,13 +38,18 @@ class Beginnings:
     def best(self, left: float, price: float = 1.0) -> int:
         """The same, without being heard of; 1 if none can be in time. `price`: how many times worse late is than nothing."""
         late = price * self.errors[0]
+        if self.last_is_best and sum(self.pace.overruns(self.stages, left, straight=True)) == 0:
+            return self.stages  # the usual case where there is time
         best, least = 1, late - ROUNDING
         for stage in range(1, self.stages + 1):
-            missed = sum(self.pace.overruns(stage, left, straight=True))
-            if missed < 1:
+            slow, lost = self.pace.overruns(stage, left, straight=True)
+            if slow + lost < MOSTLY:
+                if slow:
+                    much = self.pace.overruns(stage, left + A_LITTLE, straight=True)[0]
+                    lost += much + SLIGHTLY * max(0.0, slow - much)
                 after = left - self.pace.quantile(stage, 0.5, straight=True)
                 worth = min(self.errors[stage], self.going(stage, after, late))
-                expected = (1 - missed) * worth + missed * late
+                expected = (1 - lost) * worth + lost * late
                 if expected <= least + ROUNDING:  # of equals the largest: it is done sooner than one by one
                     best, least = stage, expected
         return best

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
-from nestling.runtime.answer import Answer, told
+from nestling.runtime.answer import Answer, made, told
 from nestling.runtime.beginning import Beginnings
 from nestling.runtime.confidence import Confidence, Outcomes, find_thresholds
 from nestling.runtime.engine import Engine, Floats
@@ -279,10 +279,10 @@ class Anytime:
         return x
 
     def _promise(self, late: float | None) -> Promise:
-        late = check_late(late)
-        found = self._promises.get(late)
+        found = self._promises.get(late) if type(late) is float else None  # the usual case
         if found is None:
-            found = self._promises[late] = Promise(late)
+            late = check_late(late)
+            found = self._promises.setdefault(late, Promise(late))
         return found
 
     def _check_open(self) -> None:
@@ -292,8 +292,10 @@ class Anytime:
 
     def _warn_of_seconds(self, limit: float, depth: int) -> None:
         """Once, where a deadline is so long that milliseconds may have been meant; to whom called so many calls above."""
-        full = sum(self.pace.base)
-        if self._warned or not full * FAR_TOO_LONG < limit < inf or not all(self.pace.base):  # 0: not known yet
+        if self._warned or limit == inf:
+            return
+        full = sum(timing.base for timing in self.pace.steps)
+        if full * FAR_TOO_LONG >= limit or not all(self.pace.base):  # 0: not known yet
             return
         self._warned = True
         warnings.warn(
@@ -334,7 +336,7 @@ class Anytime:
         stage, logits = image.best if news is None else (news.stage, news.logits)
         label, name, size, probabilities = told(self.spec, self.prior, stage, logits)
         refine = partial(self._refine, image)
-        return Answer(label, name, stage, size, self.clock() - began, final, probabilities, refine, logits)
+        return made(label, name, stage, size, self.clock() - began, final, probabilities, refine, logits)
 
     def __enter__(self) -> Self:
         return self

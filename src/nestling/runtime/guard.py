@@ -1,7 +1,8 @@
 """A guard beside a thread that runs a stage itself: at the deadline it tells the stage to stop.
 
 In: a Stop and a time. One stage is guarded at a time. The guard sleeps by an alarm, which is set without waking it, so that
-guarding a stage costs nothing unless it overruns. Its thread is made when first needed. Knows nothing of stages.
+guarding a stage costs nothing unless it overruns. One that was called off is left to ring for nobody: the next stage sets
+it anew, mostly before that. Its thread is made when first needed. Knows nothing of stages.
 """
 
 import threading
@@ -31,9 +32,7 @@ class Guard:
         self.set(at)
 
     def off(self) -> None:
-        if self.target is not None:
-            self.target = None
-            self.set(inf)
+        self.target = None
 
     def close(self) -> None:
         self.closing, self.target = True, None

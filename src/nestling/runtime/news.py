@@ -3,6 +3,7 @@
 In: images and the logits of the stage they have in common now. Out: nothing; images are written to and listeners are told.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,10 +16,10 @@ from nestling.runtime.work import ImageWork, News
 
 def publish(images: Sequence[ImageWork], stage: int, last: bool, logits: Floats, now: float, recent: Recent) -> None:
     """What a stage answered, to everybody who has not more already; a question that is over is remembered."""
-    numbers = np.isfinite(logits.reshape(len(logits), -1).max(axis=1))
+    numbers = [finite(row) for row in logits]
     sure = None
     if not last and any(image.thresholds for image in images):
-        sure = softmax(np.where(numbers[:, None], logits, 0)).max(axis=1)
+        sure = softmax(np.where(np.array(numbers)[:, None], logits, 0)).max(axis=1)
     for index, image in enumerate(images):
         if image.final or stage <= image.best[0]:
             continue  # an earlier stage again, after its state had to go
@@ -38,6 +39,11 @@ def publish(images: Sequence[ImageWork], stage: int, last: bool, logits: Floats,
                 remember(image, now, recent)
         if image.listeners:  # last: who is told finds everything written down
             image.tell(News(image, stage, logits[index], image.final, now))
+
+
+def finite(row: Floats) -> bool:
+    """Whether the largest number of an answer is one: NaN and infinity are where argmax looks first."""
+    return math.isfinite(row.item(int(row.argmax())))
 
 
 def remember(image: ImageWork, now: float, recent: Recent) -> None:

@@ -3,7 +3,7 @@
 `late` is the share of answers that may come after their deadline. Four things are moved by what happened: how much longer
 than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline something must be done
 or a guard go off, how long after it a first stage may still go on, and how bad it is to be interrupted and late. Each moves
-one way when an answer was late and the other when not, in such steps that the share of late answers is the one promised.
+back with every answer in time, and on with a late one once more were late than was promised, whatever the reason (Budget).
 `late=None` promises nothing: be soon.
 """
 
@@ -31,12 +31,12 @@ class Promise:
 
     def __init__(self, late: float | None = LATE) -> None:
         self.late = late
-        self.timer = Margin(late or 0.5)  # for callers that sleep until their deadline
-        # An answer of the caller's own thread is late for one of five reasons, which share what is promised: two have half.
-        self.early = Margin((late or 0.5) / 4)  # how much before the deadline D_s must usually be done to be begun with
-        self.price = Price((late or 0.5) / 4)
-        share = (late or 0.5) / 6
-        self.caution, self.guard, self.grace = Caution(share), Margin(share), Grace(share)
+        share = late or 0.5
+        self.timer = Margin(share)  # for callers that sleep until their deadline
+        # An answer of the caller's own thread is late for one of five reasons, which share what is promised.
+        self.budget = Budget(share)
+        self.early = Margin(share)  # how much before the deadline D_s must usually be done to be begun with
+        self.price, self.caution, self.guard, self.grace = Price(share), Caution(share), Margin(share), Grace(share)
 
     def patient(self, due: float, end: float) -> float:
         """Until when to wait for a first stage where the timer has rung and there is nothing yet: until as much before the
@@ -48,12 +48,36 @@ class Promise:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
         last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was
         interrupted learns nothing about margins: less must be begun with where that may happen."""
-        self.price.observe(late > 0 and interrupted and tried != "first")
-        was_late = late > 0 and not interrupted
+        over = self.budget.spent(late > 0)
+        self.price.observe(over and interrupted and tried != "first")
+        was_late = over and not interrupted
         self.caution.observe(was_late and tried == "sure")
         self.guard.observe(self.guard.value + late if was_late and tried == "guarded" else 0.0)
         self.grace.observe(was_late and tried in ("first", "jump"))
         self.early.observe(self.early.value + late if was_late and tried == "jump" else 0.0)
+
+
+class Budget:
+    """Late answers that were promised and have not come: as long as there are any, there is no need to be careful, and one
+    that is late is no reason to become so. No more than two are saved up, so that a load that comes is noticed soon."""
+
+    MOST = 2.0
+
+    def __init__(self, late: float) -> None:
+        self.late, self.left = late, 0.0
+
+    @property
+    def affords(self) -> bool:
+        """Whether one more may be late."""
+        return self.left >= 1
+
+    def spent(self, late: bool) -> bool:
+        """An answer came: whether it was late and one too many."""
+        self.left = min(self.MOST, self.left + self.late)
+        if not late:
+            return False
+        self.left = max(-1.0, self.left - 1.0)
+        return self.left < 0
 
 
 class Caution:
@@ -85,7 +109,7 @@ class Price:
 class Grace:
     """How long after the deadline the first stage of an image may go on, if it usually is in time and is not now. Seconds."""
 
-    MOST, STEP = 0.3e-3, 0.1e-3
+    MOST, STEP = 0.4e-3, 0.1e-3
 
     def __init__(self, late: float) -> None:
         self.step, self.value = StepSizes(late), self.MOST
@@ -99,15 +123,18 @@ class StepSizes:
     """How far to move, in the logarithm: up where it was too little, down where it was not, so that it settles where this
     share is too little. The first steps are longer, to learn quickly what machine this is."""
 
-    __slots__ = ("late", "seen")
+    __slots__ = ("back", "late", "seen")
 
     def __init__(self, late: float) -> None:
-        self.late, self.seen = late, 0
+        self.late, self.seen, self.back = late, 0, -late * FIRST
 
     def __call__(self, too_little: bool) -> float:
+        if not too_little:
+            return self.back
         rate = max(RATE, FIRST / (1 + 0.4 * self.seen))
-        self.seen += too_little
-        return rate * (1 - self.late if too_little else -self.late)
+        self.seen += 1
+        self.back = -self.late * max(RATE, FIRST / (1 + 0.4 * self.seen))
+        return rate * (1 - self.late)
 
 
 class Margin:

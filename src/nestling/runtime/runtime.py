@@ -75,6 +75,8 @@ class Runtime(Anytime):
         return read_outcomes(self._folder) if self._folder else super()._held_out()
 
     def _to_numpy(self, x: Any) -> Any:
+        if type(x) is np.ndarray:  # the usual case
+            return x
         return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
 
 

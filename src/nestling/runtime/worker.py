@@ -196,18 +196,19 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        pace.crowded = self.processor.crowded()
+        easy = soon or promise.budget.affords  # one more may be late, so there is no need to be careful
+        pace.crowded = image.deadline < inf and self.processor.crowded()
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
                 return False
-            early, price = (0.0, 1.0) if soon else (promise.early.value, promise.price.value)
+            early, price = (0.0, 1.0) if easy else (promise.early.value, promise.price.value)
             stage, first = self.next_stage(work, left - early, price), not image.best[0]
             straight = stage > work.done + 1
             if image.trail is not None and not work.done:
                 image.trail.first = stage
             likely = pace.quantile(stage, HOPE, straight)
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            hopeless = not sure and (soon or likely > left - promise.guard.value)
+            hopeless = not sure and (easy or likely > left - promise.guard.value)
             if not first and left < inf and (hopeless or not self.beginnings.goes_on(stage - 1, left, price)):
                 pace.skip(stage)
                 break
@@ -218,7 +219,8 @@ class Worker:
             if not soon and left < inf and self.engine.stops and not (pace.crowded and alone):
                 margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
                 if first:
-                    margin = -promise.grace.value if likely <= left else min(margin, left / 10)
+                    grace = max(likely if easy else 0.0, promise.grace.value)
+                    margin = -grace if likely <= left else min(margin, left / 10)
                 self.guard.until(image.deadline - margin, work.stop)
             began = self.clock()
             done = self.advance(work, stage)
