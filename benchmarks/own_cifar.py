@@ -37,13 +37,12 @@ TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
 # how each run differs from the recipe cifar10-width; OWN is the trained network, as a module
 EVERY = {
     NETWORK: ("network.alone=3",),
-    "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375))", "train.epochs=100", "train.teaches=last", *TAUGHT),
-    "keep, first": (
+    "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375), multiple=8)", "train.epochs=100", "train.distill=0.5"),
+    "keep, taught": (
         "OWN",
         "network.way=keep(stripes=(0.25, 0.375))",
         "train.epochs=100",
         "train.teaches=last",
-        "strategy.importance=2,1",
         *TAUGHT,
     ),
     "stripes": (

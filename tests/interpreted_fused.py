@@ -141,7 +141,11 @@ def known_already(net: NestedNet, fused: Fused, x: Tensor, y: Tensor) -> int:
 
 
 def greedily(net: NestedNet, stage: int, x: Tensor, y: Tensor) -> int:
-    """Greedy training of one stage: what others own keeps its statistics, and what the stage trains has the same gradients."""
+    """Greedy training of one stage: what others own keeps its statistics, however far from its batch, and what the stage
+    trains has the same gradients."""
+    for name, buffer in net.named_buffers():
+        if name.endswith("running_var"):
+            buffer.fill_(0.5)
     twin = copy.deepcopy(net)
     held, answers, found = 0, list[tuple[Tensor, ...]](), list[list[Tensor]]()
     for each, forward in ((net, Fused(net, torch.float32)), (twin, twin)):

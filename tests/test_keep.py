@@ -237,6 +237,25 @@ def test_what_is_added_is_counted_before_it_is_built() -> None:
     assert reads.plan.macs(3) - net.plan.macs(3) == pixels * 9 * 8 * 16, "the image is read as it always was"
 
 
+def test_early_widths_may_be_multiples() -> None:
+    """Vectors are filled, and kernels of ours fit; a layer whose own width is no multiple is cut as ever."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 20, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(20, 10),
+    )
+    for multiple, widths in ((1, (8, 20, 5, 13)), (8, (8, 16, 5, 13)), (16, (16, 16, 5, 13))):
+        net = keep(module.eval(), (0.25, 0.375), IMAGE, proof=False, multiple=multiple)
+        births = [net.plan.by_name[f"early.{name}"].births for name in ("0", "2")]
+        assert tuple(sum(b <= stage for b in found) for found in births for stage in (1, 2)) == widths
+        x = torch.randn(2, *IMAGE)
+        assert torch.equal(net(x)[-1], module(x))
+
+
 def test_a_budget_narrows_the_stripes() -> None:
     wide = keep(trained(Residual), (1 / 4, 1 / 2), IMAGE)
     net = keep(trained(Residual), (1 / 4, 1 / 2), IMAGE, budget=0.15)
@@ -250,6 +269,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a stripe of nothing": ({"stripes": (0.0, 0.5)}, "found the stripes"),
     "more than there is": ({"stripes": (0.5, 0.5)}, "together below 1"),
     "a budget of nothing": ({"budget": 0}, "found the budget"),
+    "a multiple of nothing": ({"multiple": 0}, "found multiple=0"),
     "no image": ({"shape": (3, 0, 1)}, "found images of shape"),
 }
 

@@ -95,6 +95,8 @@ def finish_moments(
         tl.store(running_var + c, new_var)
     rstd = 1.0 / tl.sqrt(var + eps)
     scale = tl.load(gamma + c) * rstd
+    if HELD:  # nobody uses its gradient, which must not grow where the batch is far from the running statistics
+        rstd = tl.where(stays, 0.0, rstd)
     tl.store(affine + c, scale)
     tl.store(affine + C + c, tl.load(beta + c) - mean * scale)
     tl.store(affine + 2 * C + c, mean)

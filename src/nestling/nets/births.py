@@ -23,6 +23,7 @@ class Growth:
     stripe_births: tuple[int, ...]  # the stage at which each stripe is born
     level_births: tuple[int, ...]  # the stage at which each level of blocks is born
     stages: int
+    multiple: int = 1  # of so many channels are stripes that are cut at the nearest place
 
     @property
     def units(self) -> int:

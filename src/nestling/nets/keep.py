@@ -36,16 +36,18 @@ def keep(
     name: str = "",
     proof: bool = True,
     early: NestedNet | None = None,
+    multiple: int = 1,
 ) -> Extended:
     """The module with a narrow stage before it for every stripe, as wide as that share of each of its layers.
 
     The module's own layers are frozen and in evaluation. With `reads` they may also learn to read the early stages, through new
     weights that are zero at first; without, nothing that is trained changes the last answer. `budget` narrows the stripes until
     all that is added costs at most that share of the module's multiply-accumulates; `net.overhead` says what it does cost.
-    `early`: a nest that is trained already, all of whose stages come before the module, instead of stripes.
+    `early`: a nest that is trained already, all of whose stages come before the module, instead of stripes. `multiple`: the early
+    stages' widths are multiples of it where the layer's own is; 8 or 16 fill a chip's vectors, and 8 is what our kernels need.
     """
     net = name or type(module).__name__
-    check(stripes, budget, net)
+    check(stripes, budget, multiple, net)
     if early is not None and (reads or budget is not None):
         raise NestlingError(
             f"{net}: found early= with reads= or budget=, which are for stages made here; leave them out"
@@ -57,14 +59,14 @@ def keep(
             return joined_to(sketch, early, False, net).train(module.training)
         shares = tuple(stripes)
         while True:
-            made = made_of(sketch, shares, reads, net)
+            made = made_of(sketch, shares, reads, multiple, net)
             if budget is None or made.overhead <= budget:
                 break
             shares = narrower(shares, made.overhead, budget, net)
     return made.train(module.training)
 
 
-def check(stripes: Any, budget: Any, net: str) -> None:
+def check(stripes: Any, budget: Any, multiple: Any, net: str) -> None:
     shares = stripes if isinstance(stripes, tuple | list) else ()
     if not shares or not all(type(share) in (int, float) and share > 0 for share in shares) or sum(shares) >= 1:
         raise NestlingError(
@@ -75,6 +77,8 @@ def check(stripes: Any, budget: Any, net: str) -> None:
         raise NestlingError(
             f"{net}: found the budget {budget!r}; expected a share of the module's multiply-accumulates, such as 0.3"
         )
+    if type(multiple) is not int or multiple < 1:
+        raise NestlingError(f"{net}: found multiple={multiple!r}; expected a number of channels, such as 8")
 
 
 def narrower(shares: tuple[float, ...], overhead: float, budget: float, net: str) -> tuple[float, ...]:
@@ -88,9 +92,9 @@ def narrower(shares: tuple[float, ...], overhead: float, budget: float, net: str
     return tuple(share * factor for share in shares)
 
 
-def made_of(sketch: Sketch, shares: Sequence[float], reads: bool, net: str) -> Extended:
+def made_of(sketch: Sketch, shares: Sequence[float], reads: bool, multiple: int, net: str) -> Extended:
     """The network of a sketch, with early stages of so many shares of its widths."""
-    growth = growth_of(shares)
+    growth = replace(growth_of(shares), multiple=multiple)
     check_stages(sketch, growth, net)
     return joined_to(sketch, early_form(ordered(sketch), growth, net).net, reads, net)
 

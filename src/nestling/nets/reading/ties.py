@@ -228,9 +228,12 @@ def choose(node: Node, channels: list[int], ties: Ties, growth: Growth, uneven: 
 
 
 def quotas(channels: int, growth: Growth) -> list[int]:
-    """The size of each stripe of a layer, cut at the nearest channel; the first stripe is never empty."""
+    """The size of each stripe of a layer, cut at the nearest channel, or the nearest multiple of several (of two equally near the
+    smaller) if the layer has a multiple of them; the first stripe is never empty."""
+    step = growth.multiple if channels % growth.multiple == 0 else 1
     edges, so_far = [0], 0
     for size in growth.stripes:
         so_far += size
-        edges.append(max(1, (2 * channels * so_far + growth.units) // (2 * growth.units)))
+        nearest = (2 * channels * so_far + growth.units) // (2 * growth.units)
+        edges.append(max(step, -((step - 2 * nearest) // (2 * step)) * step))
     return [stop - start for start, stop in itertools.pairwise(edges)]
