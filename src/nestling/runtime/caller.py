@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nestling.errors import NestlingError
 from nestling.export.spec import Spec
 from nestling.runtime.answer import Answer, made, told
-from nestling.runtime.beginning import Beginnings
+from nestling.runtime.beginning import A_LITTLE, Beginnings
 from nestling.runtime.confidence import Confidence, Outcomes, find_thresholds
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
@@ -122,8 +122,8 @@ class Anytime:
         """The best Answer to an image (C,H,W) within `deadline` seconds (None: the last stage's).
 
         `confident` is the probability at which an answer is sure enough to be final, for all stages or one per stage
-        (nestling.runtime.confidence finds them). `late` is the share of answers that may come after their deadline, which is
-        kept whatever the load; None promises nothing, and the answer comes as soon as it can.
+        (nestling.runtime.confidence finds them). `late` is the share of answers that may come more than 0.3 ms after their
+        deadline, which is kept whatever the load; None promises nothing, and the answer comes as soon as it can.
         """
         began = self.clock()
         self._check_open()
@@ -202,7 +202,7 @@ class Anytime:
             if self.worker.run_here(image, work, promise, due):
                 answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end, image.tried, image.waited > NOTICED)
+                    promise.observe(self.clock() - end - A_LITTLE, image.tried, image.waited > NOTICED)
                 return answer
         waiting = Waiting(self.worker, self._form, [image], [due], began, promise)
         answer = waiting.one()

@@ -59,17 +59,18 @@ class Promise:
 
 class Budget:
     """Late answers that were promised and have not come: as long as there are any, there is no need to be careful, and one
-    that is late is no reason to become so. No more than two are saved up, so that a load that comes is noticed soon."""
+    that is late is no reason to become so. Who is careful begins with less, goes on more often, and is interrupted more
+    often, which takes time, too. No more than two are saved up, so that a load that comes is noticed soon."""
 
     MOST = 2.0
 
     def __init__(self, late: float) -> None:
-        self.late, self.left = late, 0.0
+        self.late, self.left = late, self.MOST
 
     @property
     def affords(self) -> bool:
-        """Whether one more may be late."""
-        return self.left >= 1
+        """Whether there is no need to be careful."""
+        return self.left > 0
 
     def spent(self, late: bool) -> bool:
         """An answer came: whether it was late and one too many."""

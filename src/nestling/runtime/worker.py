@@ -196,7 +196,7 @@ class Worker:
         """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
         that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
         pace, soon = self.pace, promise.late is None
-        easy = soon or promise.budget.affords  # one more may be late, so there is no need to be careful
+        easy = soon or (promise.budget.affords and self.engine.stops)  # one more may be late: no need to be careful
         pace.crowded = image.deadline < inf and self.processor.crowded()
         while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
             if self.fresh or self.begun:
@@ -208,7 +208,9 @@ class Worker:
                 image.trail.first = stage
             likely = pace.quantile(stage, HOPE, straight)
             sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            hopeless = not sure and (easy or likely > left - promise.guard.value)
+            hopeless = not sure and (
+                soon or (easy and likely >= 0) or likely > left - promise.guard.value
+            )  # NaN: not known
             if not first and left < inf and (hopeless or not self.beginnings.goes_on(stage - 1, left, price)):
                 pace.skip(stage)
                 break
