@@ -49,9 +49,7 @@ class Worker:
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
         self.prepare = prepare or (lambda x, first: x)
         self.beginnings = beginnings or Beginnings(pace)
-        self.engine_lock = (
-            threading.Lock()
-        )  # whoever runs a stage holds it; taken before `lock`, never while holding that
+        self.engine_lock = threading.Lock()  # of who runs a stage; taken before `lock`, never while holding that
         self.here = 0  # the thread that runs stages itself, if any
         self.guard, self.processor = Guard(clock), Processor()
         self.wait = CALM  # for a processor, of the stage that was run last
