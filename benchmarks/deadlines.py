@@ -15,7 +15,6 @@ all networks are measured in turns while 0, 1 and 2 cores are busy.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from load import no_pauses
 from numpy.typing import NDArray
 
 BINS = 7
@@ -53,17 +53,6 @@ def busy(processes: int) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collection: what a benchmark keeps would make it longer and longer, and it holds everybody up."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -170,7 +159,7 @@ def ontime(options: argparse.Namespace) -> dict[str, Any]:
     trails = keep_all(runtime)
     bare: list[float] = []
     trace: list[list[float]] = []
-    with busy(options.busy), uncollected():
+    with busy(options.busy), no_pauses():
         full = float(np.median([warm_question(runtime, images[i % len(images)])[-1] for i in range(200)]))
         while len(asked) < options.answers:
             # Timers, questions and profile come in random turns, so that each finds the machine as the others do.

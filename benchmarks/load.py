@@ -61,8 +61,8 @@ async def read_body(reader: asyncio.StreamReader, head: bytes) -> bytes:
 
 @contextlib.contextmanager
 def no_pauses() -> Iterator[None]:
-    """Garbage is collected before and after, not meanwhile: with torch imported that takes 50 to 100 ms, in which nothing is
-    sent, and then everything at once."""
+    """Garbage is collected before and after, not meanwhile: with torch imported, or much that a benchmark keeps, that holds
+    everybody up; clients would send nothing, and then everything at once."""
     gc.collect()
     gc.disable()
     try:
