@@ -14,6 +14,7 @@ run with the others beside it, so they are less by itself. ± is the standard de
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling import keep
 from nestling.files import RESULTS
+from nestling.nets import NestedNet
 from nestling.recipes.cifar10 import width
 from nestling.recipes.code import hand_over
 from nestling.recipes.recipe import Recipe, override
@@ -34,10 +37,19 @@ from nestling.train.beside import side_by_side
 NETWORK = "network"
 COMMON = ("strategy.name=sgd", "train.schedule=cosine", "train.average=0.999")
 TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
-# how each run differs from the recipe cifar10-width; OWN is the trained network, as a module
+# how each run differs from the recipe cifar10-width; OWN is the trained network, as a module, DRAWN is `keep` of it with early
+# stages that begin with weights at random instead of copies of its own
 EVERY = {
     NETWORK: ("network.alone=3",),
     "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375), multiple=8)", "train.epochs=100", "train.distill=0.5"),
+    "keep, damped": (
+        "DRAWN",
+        "strategy.name=damped",
+        "strategy.damping=0.25",
+        "train.epochs=100",
+        "train.distill=0.5",
+    ),
+    "keep, drawn": ("DRAWN", "train.epochs=100", "train.distill=0.5"),
     "keep, taught": (
         "OWN",
         "network.way=keep(stripes=(0.25, 0.375))",
@@ -123,6 +135,13 @@ def shipped() -> ResNet:
     return found.eval()
 
 
+def drawn(own: Callable[[], nn.Module], seed: int) -> NestedNet:
+    """`keep` of the network, its early stages with weights at random."""
+    net = keep(own(), stripes=(0.25, 0.375), multiple=8)
+    net.reset(torch.Generator().manual_seed(seed))
+    return net
+
+
 def trained(run: Path) -> ResNet:
     """The network with the weights of its run."""
     net = ResNet()
@@ -146,13 +165,15 @@ def jobs(
     found = {}
     for way in ways:
         for seed in range(seeds):
-            own = f"{Path(__file__).name}:{'shipped' if ready else f'seed{seed}'}"
-            settings = [f"network.name={own}" if text == "OWN" else text for text in EVERY[way]]
-            if "OWN" in EVERY[way]:
-                hand_over(shipped if ready else partial(trained, out / f"{NETWORK}-{seed}"), own)
-                settings += [f"train.teacher={own}"] if way.startswith("stripes") else []
+            network = shipped if ready else partial(trained, out / f"{NETWORK}-{seed}")
+            own, anew = (f"{Path(__file__).name}:{what}{'' if ready else seed}" for what in ("network", "drawn"))
+            hand_over(network, own)
+            hand_over(partial(drawn, network, seed), anew)
+            names = {"OWN": f"network.name={own}", "DRAWN": f"network.name={anew}"}
+            settings = [names.get(text, text) for text in EVERY[way]]
+            settings += [f"train.teacher={own}"] if way.startswith("stripes") else []
             recipe = override(width(), [*COMMON, *settings, f"train.seed={seed}", *more])
-            if "OWN" in EVERY[way]:
+            if way != NETWORK:
                 recipe = replace(recipe, name=way)
             found[way, seed] = (recipe, str(out / f"{way.replace(', ', '-')}-{seed}"))
     return found
