@@ -37,7 +37,7 @@ from nestling.train.beside import side_by_side
 NETWORK = "network"
 COMMON = ("strategy.name=sgd", "train.schedule=cosine", "train.average=0.999")
 TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
-DRAWN = (0.3, 0.36)  # 8, 16 and 40 channels, then 8, 24 and 48 more
+DRAWN = (0.25, 0.375)  # in eights: 8, 16 and 32 channels, then 8, 24 and 48 more
 # how each run differs from the recipe cifar10-width; OWN is the trained network, as a module, DRAWN is `keep` of it with early
 # stages that begin with weights at random instead of copies of its own
 EVERY = {
@@ -46,7 +46,7 @@ EVERY = {
     "keep, damped": (
         "DRAWN",
         "strategy.name=damped",
-        "strategy.damping=0.5",
+        "strategy.damping=0.25",
         "train.epochs=100",
         "train.distill=0.5",
     ),
