@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling import keep
+from nestling import keep, nest
 from nestling.files import RESULTS
 from nestling.nets import NestedNet
 from nestling.recipes.cifar10 import width
@@ -37,9 +37,8 @@ from nestling.train.beside import side_by_side
 NETWORK = "network"
 COMMON = ("strategy.name=sgd", "train.schedule=cosine", "train.average=0.999")
 TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
-DRAWN = (0.25, 0.375)  # in eights: 8, 16 and 32 channels, then 8, 24 and 48 more
 # how each run differs from the recipe cifar10-width; OWN is the trained network, as a module, DRAWN is `keep` of it with early
-# stages that begin with weights at random instead of copies of its own
+# stages that begin with weights at random instead of copies of its own; WIDER the same, with other widths
 EVERY = {
     NETWORK: ("network.alone=3",),
     "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375), multiple=8)", "train.epochs=100", "train.distill=0.5"),
@@ -47,6 +46,13 @@ EVERY = {
         "DRAWN",
         "strategy.name=damped",
         "strategy.damping=0.25",
+        "train.epochs=100",
+        "train.distill=0.5",
+    ),
+    "keep, wider": (
+        "WIDER",
+        "strategy.name=damped",
+        "strategy.damping=0.8",
         "train.epochs=100",
         "train.distill=0.5",
     ),
@@ -137,10 +143,17 @@ def shipped() -> ResNet:
 
 
 def drawn(own: Callable[[], nn.Module], seed: int) -> NestedNet:
-    """`keep` of the network, its early stages with weights at random."""
-    net = keep(own(), stripes=DRAWN, multiple=8)
+    """`keep` of the network, its early stages with weights at random: 8, 16 and 32 channels, then 8, 24 and 48 more."""
+    net = keep(own(), stripes=(0.25, 0.375), multiple=8)
     net.reset(torch.Generator().manual_seed(seed))
     return net
+
+
+def wider(own: Callable[[], nn.Module], seed: int) -> NestedNet:
+    """The same, with 8, 16 and 40 channels, then 8, 24 and 48 more: as wide as 8 % and 30 % of its work allow in eights."""
+    early = nest(ResNet((16, 40, 88)), "w", stripes=(9, 11), multiple=8)
+    early.reset(torch.Generator().manual_seed(seed))
+    return keep(own(), early=early)
 
 
 def trained(run: Path) -> ResNet:
@@ -167,10 +180,13 @@ def jobs(
     for way in ways:
         for seed in range(seeds):
             network = shipped if ready else partial(trained, out / f"{NETWORK}-{seed}")
-            own, anew = (f"{Path(__file__).name}:{what}{'' if ready else seed}" for what in ("network", "drawn"))
+            own = f"{Path(__file__).name}:network{'' if ready else seed}"
             hand_over(network, own)
-            hand_over(partial(drawn, network, seed), anew)
-            names = {"OWN": f"network.name={own}", "DRAWN": f"network.name={anew}"}
+            names = {"OWN": f"network.name={own}"}
+            for made in (drawn, wider):
+                anew = own.replace("network", made.__name__)
+                hand_over(partial(made, network, seed), anew)
+                names[made.__name__.upper()] = f"network.name={anew}"
             settings = [names.get(text, text) for text in EVERY[way]]
             settings += [f"train.teacher={own}"] if way.startswith("stripes") else []
             recipe = override(width(), [*COMMON, *settings, f"train.seed={seed}", *more])

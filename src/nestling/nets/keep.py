@@ -18,7 +18,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import FINEST, Growth, growth_of
 from nestling.nets.early import EARLY, READS, beside, own_part
 from nestling.nets.extended import Extended
-from nestling.nets.nest import own_randomness, read_module
+from nestling.nets.nest import check_multiple, own_randomness, read_module
 from nestling.nets.net import NestedNet, follow
 from nestling.nets.plan import Plan
 from nestling.nets.reading.assemble import Assembled, built, check_stages, fitted, planned, tail_of
@@ -77,8 +77,7 @@ def check(stripes: Any, budget: Any, multiple: Any, net: str) -> None:
         raise NestlingError(
             f"{net}: found the budget {budget!r}; expected a share of the module's multiply-accumulates, such as 0.3"
         )
-    if type(multiple) is not int or multiple < 1:
-        raise NestlingError(f"{net}: found multiple={multiple!r}; expected a number of channels, such as 8")
+    check_multiple(multiple, net)
 
 
 def narrower(shares: tuple[float, ...], overhead: float, budget: float, net: str) -> tuple[float, ...]:

@@ -37,15 +37,19 @@ def nest(
     name: str = "",
     proof: bool = True,
     order: bool = True,
+    multiple: int = 1,
 ) -> NestedNet:
     """The width-nested form of a module for images of `shape`, starting from copies of its weights.
 
     Layers whose channels the stripes do not divide are refused, or cut at the nearest channel if `uneven`. `proof` runs the
     one-stage form beside the module, in training and evaluation, and raises if they differ: turn it off for huge modules.
     `order` puts the most important channels of every layer into the first stripe; without, they are cut as they stand.
+    `multiple=8`: layers are cut at the nearest multiple of 8 channels where their own width is one, which `stripes` need not
+    divide then; 8 or 16 fill a chip's vectors, and 8 is what our kernels need.
     """
     net = name or type(module).__name__
-    grown = grow(growth, stripes)
+    check_multiple(multiple, net)
+    grown = replace(grow(growth, stripes), multiple=multiple)
     if grown.levels > 1:
         raise NestlingError(
             f"{net}: a module of its own is nested in width only, but the growth order {growth!r} adds depth. "
@@ -54,7 +58,12 @@ def nest(
     sketch = read_module(module, shape, proof, net)
     with own_randomness(module):
         sketch = ordered(sketch) if order and grown.stages > 1 else sketch
-        return assemble(sketch, grown, uneven, net, module.training).net
+        return assemble(sketch, grown, uneven or multiple > 1, net, module.training).net
+
+
+def check_multiple(multiple: object, net: str) -> None:
+    if type(multiple) is not int or multiple < 1:
+        raise NestlingError(f"{net}: found multiple={multiple!r}; expected a number of channels, such as 8")
 
 
 def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketch:
