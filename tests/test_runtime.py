@@ -40,8 +40,9 @@ from nestling.runtime.build import ENGINES
 from nestling.runtime.engine import Floats
 from nestling.runtime.guard import Guard
 from nestling.runtime.mailbox import Mailbox
+from nestling.runtime.pace import Recently
 from nestling.runtime.processor import Processor
-from nestling.runtime.promise import LATE, Grace, Margin, Promise
+from nestling.runtime.promise import LATE, Margin, Price, Promise
 from nestling.runtime.question import Ring
 
 SHAPE = (1, 2, 2)
@@ -313,6 +314,68 @@ def test_a_stage_that_may_overrun_is_stopped_at_the_deadline() -> None:
             assert runtime.answer(image(), deadline=0.3).stage == 1
             assert time.monotonic() - began < 0.3 + SLACK
         assert {*engine.ran} == {threading.current_thread().name}
+
+
+class SlowToEnd(Where):
+    """What is told to end needs a while for that."""
+
+    ENDS = 0.04
+
+    def step(self, stage: int, state: tuple[int, Floats], stop: Stop) -> tuple[Floats, tuple[int, Floats]]:
+        try:
+            return super().step(stage, state, stop)
+        except Abandoned:
+            time.sleep(self.ENDS)
+            raise
+
+
+def test_who_is_told_to_end_is_told_as_much_sooner_as_that_takes() -> None:
+    runtime, engine = where(0.1, 3.0, pace=Pace([0.1, 0.01]))
+    engine = runtime.engine = runtime.worker.engine = SlowToEnd(engine.seconds)
+    runtime.worker.processor.crowded = lambda: False  # type: ignore[method-assign]
+    with runtime:
+        late = []
+        for _ in range(24):
+            runtime.pace.steps[1].recent = Recently(8)  # usually it takes no time, they say
+            began = time.monotonic()
+            assert runtime.answer(image(), deadline=0.15).stage == 1
+            late.append(time.monotonic() - began - 0.15)
+        assert runtime.pace.ending >= engine.ENDS and late[0] > engine.ENDS / 2
+        assert np.median(late[16:]) < engine.ENDS / 2
+
+
+def test_where_ending_is_no_sooner_than_finishing_the_first_stage_goes_on() -> None:
+    """Told to end at the deadline it would come later than by itself, and with nothing."""
+    runtime, engine = where(0.1, pace=Pace([0.1]))
+    engine = runtime.engine = runtime.worker.engine = SlowToEnd(engine.seconds)
+    runtime.worker.processor.crowded = lambda: False  # type: ignore[method-assign]
+    with runtime:
+        promise = runtime._promise(LATE)
+        for _ in range(12):
+            runtime.pace.ended(engine.ENDS)
+        for _ in range(6):
+            promise.budget.left = -1.0  # more were late than was promised
+            assert runtime.answer(image(), deadline=0.12).stage == 1
+        runtime.pace.steps[0].recent = Recently(0)
+        for _ in range(64):
+            runtime.pace.steps[0].recent.add(1.3)  # it will be late, as ever
+        promise.budget.left = -1.0
+        began = time.monotonic()
+        assert runtime.answer(image(), deadline=0.12).stage == 0 and time.monotonic() - began < 0.13
+
+
+def test_a_stage_that_was_ended_counts_as_what_was_not_done_by_then() -> None:
+    pace = Pace([1.0])
+    for takes in (1.0, 1.0, 1.0, 2.0, 3.0, 4.0):
+        pace.timing(1, False).recent.add(takes)
+    before = pace.quantile(1, 0.5)
+    for _ in range(20):
+        pace.gave_up(1, 0.5)  # too soon to be news
+    assert pace.quantile(1, 0.5) == before == 1.0
+    pace.gave_up(1, 1.5)
+    assert 3.0 in pace.timing(1, False).recent.seen
+    pace.gave_up(1, 6.0)  # longer than any
+    assert max(pace.timing(1, False).recent.seen) == 9.0
 
 
 def test_a_stage_that_can_hardly_be_in_time_is_not_begun_and_the_answer_comes_at_once() -> None:
@@ -1498,27 +1561,28 @@ def test_no_margin_grows_while_fewer_are_late_than_was_promised() -> None:
     before = promise.early.value
     for number in range(2000):
         promise.observe(1e-4 if number % 150 == 149 else -1e-3, "jump")
-    assert promise.early.value < before and promise.grace.value == Grace.MOST
+    assert promise.early.value < before
     for _ in range(5):  # a load that comes is noticed soon
         promise.observe(1e-4, "jump")
-    assert promise.early.value > Margin.LEAST * 2 and promise.grace.value < Grace.MOST
+    assert promise.early.value > Margin.LEAST * 2
 
 
-def test_a_first_stage_may_go_on_a_little_while_that_is_rare() -> None:
+def test_late_first_stages_are_ended_sooner_and_nothing_else_moves() -> None:
     calm, wild = Promise(0.01), Promise(0.01)
     for _ in range(5000):
         calm.observe(-1.0, "first")
         wild.observe(1e-4, "first")
-    assert calm.grace.value == Grace.MOST and wild.grace.value == 0.0
+    assert calm.price.value == Price.LEAST and wild.price.value == Price.MOST
     assert wild.early.value == calm.early.value  # nothing else could have been begun with
+    assert wild.caution.value == calm.caution.value
 
 
 def test_whoever_was_interrupted_learns_nothing_about_margins() -> None:
     promise = Promise(0.01)
-    before = promise.early.value, promise.caution.value, promise.guard.value
+    before = promise.early.value, promise.caution.value
     for tried in ("jump", "sure", "guarded"):
         promise.observe(4e-3, tried, interrupted=True)
-    after = promise.early.value, promise.caution.value, promise.guard.value
+    after = promise.early.value, promise.caution.value
     assert all(b <= a for a, b in zip(before, after, strict=True)) and promise.price.value > 1.2
     for _ in range(5000):
         promise.observe(-1e-3, "jump")

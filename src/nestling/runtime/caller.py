@@ -37,6 +37,7 @@ HANDING = 30e-6  # seconds from the end of a stage until its answer is in the ca
 PARTS = 3  # a batch is cut so that its first part needs at most this part of the time
 FORMING_GAIN = 0.2
 FAR_TOO_LONG = 100  # times what all stages take: who gives a deadline like this may mean milliseconds
+ENDED = 6  # stages that are ended to see how long that takes
 MOST_TOGETHER = 64  # images that go through a stage together
 
 
@@ -202,7 +203,10 @@ class Anytime:
             if self.worker.run_here(image, work, promise, due):
                 answer = self._form(image, began)
                 if promise.late is not None and 0 < limit < inf:
-                    promise.observe(self.clock() - end - A_LITTLE, image.tried, image.waited > NOTICED)
+                    now, interrupted = self.clock(), image.waited > NOTICED
+                    promise.observe(now - end - A_LITTLE, image.tried, interrupted)
+                    if image.told < now and not interrupted:
+                        self.pace.ended(now - image.told)
                 return answer
         waiting = Waiting(self.worker, self._form, [image], [due], began, promise)
         answer = waiting.one()
@@ -261,11 +265,12 @@ class Anytime:
         black = np.zeros(self.spec.shape, np.float32)
         for deadline in (None, None, 10 * sum(self.pace.base)):  # with a deadline there is a guard
             self.answer(black, deadline=deadline)
+        for _ in range(ENDED):  # and how long it takes to end a stage
+            image, limit, began = ImageWork(inf), self.pace.base[0] / 4, self.clock()
+            self._answer(image, Work([image], self.intake.one(black)), began, limit, Promise())
         self.answer_batch(np.stack([black] * 4))
-        promise, late = self._promise(LATE), wakeups(self.clock)
-        promise.guard.value, promise.timer.value = (
-            max(margin.value, late) for margin in (promise.guard, promise.timer)
-        )
+        timer = self._promise(LATE).timer
+        timer.value = max(timer.value, wakeups(self.clock))
 
     def _held_out(self) -> Outcomes:
         """What is known of images the network was not trained on; where a runtime knows that, it says it here."""

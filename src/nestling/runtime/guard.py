@@ -31,8 +31,10 @@ class Guard:
             self.thread.start()
         self.set(at)
 
-    def off(self) -> None:
-        self.target = None
+    def off(self) -> bool:
+        """Whether it was too late for that."""
+        gone, self.target = self.target is None, None
+        return gone
 
     def close(self) -> None:
         self.closing, self.target = True, None

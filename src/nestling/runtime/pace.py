@@ -20,7 +20,11 @@ TIMES = 3  # that one stage is interrupted, at most
 LENGTHS = 4  # quantiles that stand for how long they are
 NOTICED = 0.2e-3  # seconds; who waits less has not been interrupted
 BEFORE = 8  # runs that went as predicted, as it were, before the first
-LONGER = 1.5  # times as long as it was given, a stage that was given up would have taken
+LONGER = 1.5  # times as long as it was given, a stage would have taken that was given more time than any took
+ENDS = 16  # stages that were told to end, by which it is known how long that takes
+ENDING = 0.3e-3  # seconds, until one was seen
+MOST = 0.9  # of them
+MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes longer was stopped by others
 FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted
 Wait = tuple[float, int]  # seconds that a thread waited for a processor, and how many times
 CALM: Wait = (0.0, 0)
@@ -36,6 +40,7 @@ class Pace:
         self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
         self.crowded = False  # whether others wanted the processor when the question came that is answered now
         self.waits = {False: Waits(), True: Waits()}
+        self.ends = {crowded: deque([ENDING], maxlen=ENDS) for crowded in (False, True)}
         self.slowdown = 1.0  # as profiled; 2.0 = everything takes twice as long
         self._log = self._log_drag = 0.0
 
@@ -77,12 +82,22 @@ class Pace:
         self.slowdown = math.exp(self._log)
 
     def gave_up(self, stage: int, after: float, straight: bool = False, wait: Wait = CALM) -> None:
-        """A stage on one image was ended after so long. Where that is news, it counts as half as long again."""
+        """A stage on one image was told to end after so long. It counts as what those took that were not done by then either."""
         worked = after - wait[0]
         self.waits[self.crowded].add(worked, *wait)
         recent, predicted = self.timing(stage, straight).recent, self.predict(stage, straight=straight)
-        if predicted and worked > predicted * recent.quantile(0.5):
-            recent.add(LONGER * after / predicted)
+        if predicted:
+            recent.add(recent.beyond(worked / predicted) or LONGER * worked / predicted)
+
+    def ended(self, after: float) -> None:
+        """From when a guard was to tell a stage to end until its caller went on, so many seconds passed."""
+        self.ends[self.crowded].append(min(after, max(MOST_ENDING, self.predict(1) / 2)))
+
+    @property
+    def ending(self) -> float:
+        """Seconds in which most stages that are told to end have ended, and the caller has what there is."""
+        order = sorted(self.ends[self.crowded])
+        return order[int(MOST * len(order))]
 
     def skip(self, stage: int, straight: bool = False) -> None:
         """A stage was not begun, because it would hardly have been in time. Nobody learns then that it has become faster: so
@@ -124,6 +139,11 @@ class Pace:
             longer = sum(over((left - times * length) / predicted) for length in waits.lengths) / LENGTHS
             before, interrupted = longer, interrupted + chance * (longer - before)
         return own, interrupted
+
+    def may_be_in_time(self, stage: int, early: float, left: float, straight: bool, price: float) -> bool:
+        """Of runs that are not done early, whether so many are done in the time left that it is worth the others' being late."""
+        over, predicted = self.timing(stage, straight).recent.over, self.predict(stage, straight=straight)
+        return bool(predicted) and (1 + price) * over(left / predicted) <= over(early / predicted)
 
 
 class Timing:
@@ -189,6 +209,12 @@ class Recently:
     def quantile(self, share: float) -> float:
         order = self.order
         return order[min(len(order) - 1, int(share * len(order)))] if order else math.nan
+
+    def beyond(self, multiple: float) -> float:
+        """The middle of those that took longer than that; 0 if none did."""
+        order = self.order
+        first = bisect_right(order, multiple)
+        return order[(first + len(order)) // 2] if first < len(order) else 0.0
 
     def over(self, multiple: float) -> float:
         """The share of runs that took longer than that."""

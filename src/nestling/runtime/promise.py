@@ -1,10 +1,9 @@
 """What a caller is promised about deadlines, and the feedback by which it is kept, whatever the load.
 
-`late` is the share of answers that may come after their deadline. Four things are moved by what happened: how much longer
-than usual a stage is reckoned to take before it is begun without a guard, how much before the deadline something must be done
-or a guard go off, how long after it a first stage may still go on, and how bad it is to be interrupted and late. Each moves
-back with every answer in time, and on with a late one once more were late than was promised, whatever the reason (Budget).
-`late=None` promises nothing: be soon.
+`late` is the share of answers that may come after their deadline. Three things are moved by what happened: how much longer
+than usual a stage is reckoned to take before it is taken for sure, how much before the deadline D_s must usually be done, and
+how much worse late is than nothing. Each moves back with every answer in time, and on with a late one once more were late
+than was promised, whatever the reason (Budget). `late=None` promises nothing: be soon.
 """
 
 import math
@@ -19,9 +18,6 @@ TRIED = ("sure", "guarded", "first", "jump")
 LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
-MOST_EARLY = (
-    1e-3  # seconds before a deadline at which a guard goes off: who is that late was stopped by others, not by a stage
-)
 RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
 FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 
@@ -33,10 +29,10 @@ class Promise:
         self.late = late
         share = late or 0.5
         self.timer = Margin(share)  # for callers that sleep until their deadline
-        # An answer of the caller's own thread is late for one of five reasons, which share what is promised.
+        # An answer of the caller's own thread is late for one of three reasons, which share what is promised.
         self.budget = Budget(share)
         self.early = Margin(share)  # how much before the deadline D_s must usually be done to be begun with
-        self.price, self.caution, self.guard, self.grace = Price(share), Caution(share), Margin(share), Grace(share)
+        self.price, self.caution = Price(share), Caution(share)
 
     def patient(self, due: float, end: float) -> float:
         """Until when to wait for a first stage where the timer has rung and there is nothing yet: until as much before the
@@ -49,11 +45,9 @@ class Promise:
         last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was
         interrupted learns nothing about margins: less must be begun with where that may happen."""
         over = self.budget.spent(late > 0)
-        self.price.observe(over and interrupted and tried != "first")
+        self.price.observe(over and interrupted != (tried == "first"))  # the first one might have been told to end
         was_late = over and not interrupted
         self.caution.observe(was_late and tried == "sure")
-        self.guard.observe(self.guard.value + late if was_late and tried == "guarded" else 0.0)
-        self.grace.observe(was_late and tried in ("first", "jump"))
         self.early.observe(self.early.value + late if was_late and tried == "jump" else 0.0)
 
 
@@ -95,7 +89,7 @@ class Caution:
 
 
 class Price:
-    """How many times worse than no answer a late one is, in plans."""
+    """How many times worse than no answer a late one is."""
 
     LEAST, MOST = 1.0, 2.0
 
@@ -103,21 +97,8 @@ class Price:
         self.step, self.value = StepSizes(late), 1.0
 
     def observe(self, late: bool) -> None:
-        """An answer came; late, because somebody was interrupted who might have begun with less, or not."""
+        """An answer came; late, where somebody might have begun with less or ended sooner, or not."""
         self.value = min(self.MOST, max(self.LEAST, self.value * math.exp(self.step(late) / 2)))
-
-
-class Grace:
-    """How long after the deadline the first stage of an image may go on, if it usually is in time and is not now. Seconds."""
-
-    MOST, STEP = 0.4e-3, 0.1e-3
-
-    def __init__(self, late: float) -> None:
-        self.step, self.value = StepSizes(late), self.MOST
-
-    def observe(self, late: bool) -> None:
-        """An answer came, late because of this or not."""
-        self.value = min(self.MOST, max(0.0, self.value - self.STEP * self.step(late)))
 
 
 class StepSizes:

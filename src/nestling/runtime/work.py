@@ -47,6 +47,7 @@ class ImageWork:
         "listeners",
         "place",
         "thresholds",
+        "told",
         "trail",
         "tried",
         "waited",
@@ -60,6 +61,7 @@ class ImageWork:
         self.best: tuple[int, Floats | None] = (0, None)  # stage and logits; replaced whole, so reading needs no lock
         self.final = False
         self.tried = "sure"  # what the last stage was (promise.TRIED)
+        self.told = inf  # when its last stage was told to end, if it was
         self.waited = 0.0  # seconds that its caller's thread waited for a processor
         self.error: Exception | None = None
         self.listeners: tuple[tuple[Listener, bool], ...] = ()  # and whether they want every stage's news

@@ -23,10 +23,11 @@ from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.guard import Guard
+from nestling.runtime.here import stages_here
 from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
 from nestling.runtime.processor import Processor
-from nestling.runtime.promise import HOPE, MOST_EARLY, USUAL, Promise
+from nestling.runtime.promise import USUAL, Promise
 from nestling.runtime.work import ImageWork, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -166,7 +167,7 @@ class Worker:
         try:
             if not (self.fresh or self.begun or self.late or self.closing):
                 self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
-                turn = self.stages_here(image, work, promise)
+                turn = stages_here(self, image, work, promise)
             else:
                 turn = self.closing
         finally:
@@ -189,49 +190,6 @@ class Worker:
         image.due = due
         image.deadline = min(image.deadline, due if image.best[0] else promise.patient(due, image.deadline))
         self.submit(work)
-
-    def stages_here(self, image: ImageWork, work: Work, promise: Promise) -> bool:
-        """A stage that will be in time by all experience is just run; one that may be is told to stop at the deadline; one
-        that can hardly be is not begun, but the first is always tried. False: let the worker's thread go on."""
-        pace, soon = self.pace, promise.late is None
-        easy = soon or (promise.budget.affords and self.engine.stops)  # one more may be late: no need to be careful
-        pace.crowded = image.deadline < inf and self.processor.crowded()
-        while not image.final and not work.stop.asked and (left := image.deadline - self.clock()) > 0:
-            if self.fresh or self.begun:
-                return False
-            early, price = (0.0, 1.0) if easy else (promise.early.value, promise.price.value)
-            stage, first = self.next_stage(work, left - early, price), not image.best[0]
-            straight = stage > work.done + 1
-            if image.trail is not None and not work.done:
-                image.trail.first = stage
-            likely = pace.quantile(stage, HOPE, straight)
-            sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-            hopeless = not sure and (
-                soon or (easy and likely >= 0) or likely > left - promise.guard.value
-            )  # NaN: not known
-            if not first and left < inf and (hopeless or not self.beginnings.goes_on(stage - 1, left, price)):
-                pace.skip(stage)
-                break
-            image.tried = ("jump" if straight else "first") if first else "sure" if sure else "guarded"
-            if not (sure or soon or self.engine.stops):
-                return False
-            alone = image.tried == "first" and likely <= left  # whoever is interrupted then has nothing less to give
-            if not soon and left < inf and self.engine.stops and not (pace.crowded and alone):
-                margin = 0.0 if sure else min(promise.guard.value, MOST_EARLY)
-                if first:
-                    grace = max(likely if easy else 0.0, promise.grace.value)
-                    margin = -grace if likely <= left else min(margin, left / 10)
-                self.guard.until(image.deadline - margin, work.stop)
-            began = self.clock()
-            done = self.advance(work, stage)
-            self.guard.off()
-            image.waited += self.wait[0]
-            if not done and self.fresh and image.deadline > self.clock():  # stage 1 for everybody first
-                return image.final
-            if not done:
-                pace.gave_up(stage, self.clock() - began, straight, self.wait)
-                break
-        return True
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
