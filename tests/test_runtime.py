@@ -40,7 +40,7 @@ from nestling.runtime.build import ENGINES
 from nestling.runtime.engine import Floats
 from nestling.runtime.guard import Guard
 from nestling.runtime.mailbox import Mailbox
-from nestling.runtime.pace import Recently
+from nestling.runtime.pace import ENDED, Recently
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import LATE, Margin, Price, Promise
 from nestling.runtime.question import Ring
@@ -362,6 +362,21 @@ def test_where_ending_is_no_sooner_than_finishing_the_first_stage_goes_on() -> N
         promise.budget.left = -1.0
         began = time.monotonic()
         assert runtime.answer(image(), deadline=0.12).stage == 0 and time.monotonic() - began < 0.13
+
+
+def test_how_long_ending_takes_on_a_crowded_machine_is_kept_apart_once_it_is_known() -> None:
+    pace = Pace([1e-3])
+    for _ in range(ENDED):
+        pace.ended(0.2e-3)
+    pace.crowded = True
+    assert pace.ending == 0.3e-3  # most of what is known, a guess among it
+    for _ in range(16):
+        pace.ended(0.8e-3)
+    assert pace.ending == 0.8e-3
+    pace.ended(0.5)  # another program ran meanwhile
+    assert pace.ending <= 1e-3
+    pace.crowded = False
+    assert pace.ending <= 0.3e-3
 
 
 def test_a_stage_that_was_ended_counts_as_what_was_not_done_by_then() -> None:

@@ -24,7 +24,7 @@ from nestling.runtime.confidence import Confidence, Outcomes, find_thresholds
 from nestling.runtime.engine import Engine, Floats
 from nestling.runtime.forecast import Forecast, straight_to
 from nestling.runtime.inputs import Intake, deadlines, seconds, short
-from nestling.runtime.pace import NOTICED, Pace
+from nestling.runtime.pace import ENDED, NOTICED, Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
 from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
@@ -37,7 +37,6 @@ HANDING = 30e-6  # seconds from the end of a stage until its answer is in the ca
 PARTS = 3  # a batch is cut so that its first part needs at most this part of the time
 FORMING_GAIN = 0.2
 FAR_TOO_LONG = 100  # times what all stages take: who gives a deadline like this may mean milliseconds
-ENDED = 6  # stages that are ended to see how long that takes
 MOST_TOGETHER = 64  # images that go through a stage together
 
 

@@ -22,7 +22,8 @@ NOTICED = 0.2e-3  # seconds; who waits less has not been interrupted
 BEFORE = 8  # runs that went as predicted, as it were, before the first
 LONGER = 1.5  # times as long as it was given, a stage would have taken that was given more time than any took
 ENDS = 16  # stages that were told to end, by which it is known how long that takes
-ENDING = 0.3e-3  # seconds, until one was seen
+ENDED = 6  # of them are ended to see that, when a runtime is made
+ENDING = 0.3e-3  # seconds, until then
 MOST = 0.9  # of them
 MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes longer was stopped by others
 FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted
@@ -91,7 +92,10 @@ class Pace:
 
     def ended(self, after: float) -> None:
         """From when a guard was to tell a stage to end until its caller went on, so many seconds passed."""
-        self.ends[self.crowded].append(min(after, max(MOST_ENDING, self.predict(1) / 2)))
+        after = min(after, max(MOST_ENDING, self.predict(1) / 2))
+        for crowded, seen in self.ends.items():
+            if crowded == self.crowded or len(seen) <= ENDED:  # until more is known of the other
+                seen.append(after)
 
     @property
     def ending(self) -> float:
