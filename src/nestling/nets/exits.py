@@ -55,6 +55,7 @@ def exits(
     found = made.net
     assert isinstance(found, Extended)
     found.hold(name for name in made.origins if name in found.plan.by_name)
+    found._copied = copied(reader)
     found.reset(generator if generator is not None else torch.Generator().manual_seed(0))
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(0))
     for node in found.plan.nodes:
@@ -216,6 +217,20 @@ def planned(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width:
     sizes = (*(f"exit{stage}" for stage in range(1, stages)), "full")
     plan = put_off(Plan(net, tuple(nodes), (*heads, sketch.output), sizes))
     return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Extended)
+
+
+def copied(reader: Reader) -> tuple[str, ...]:
+    """The layers with parameters of which another has a copy: places with the same weights may be born at different stages."""
+    origin = {id(copy): key for key, copy in reader.memo.items() if isinstance(copy, nn.Parameter)}
+    places = dict[int, dict[str, None]]()
+    for name, layer in reader.sketch.layers.items():
+        given = reader.sketch.nodes[name].op.given
+        for parameter in layer.parameters(recurse=given):
+            key = id(parameter)
+            places.setdefault(origin.get(key, key), {})[name] = None
+    together = {key for key in origin.values() if all(reader.sketch.nodes[n].op.given for n in places.get(key, ()))}
+    several = [names for key, names in places.items() if len(names) > 1 and key not in together]
+    return tuple(dict.fromkeys(name for names in several for name in names))
 
 
 def first_needed(sketch: Sketch, ends: list[str]) -> dict[str, int]:

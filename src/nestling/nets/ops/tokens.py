@@ -65,6 +65,9 @@ class Tokens(Operation):
         """Torch's shape is (1, tokens, channels)."""
         return value.reshape(self.count, node.channels).t()
 
+    def given_back(self, name: str, value: Tensor) -> Tensor:
+        return value.t()[None]
+
     def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         return value[..., rows.to(value.device)]
 
