@@ -369,6 +369,36 @@ def test_what_serves_several_places_is_counted_once_and_not_trained_as_copies() 
         net.thaw()
 
 
+def test_an_exit_leaves_something_to_do() -> None:
+    """Pooling behind the classifier is no stage; what is left for another exit is said."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(NestlingError, match="no further tensor of features"):
+        exits(module, (0.3, 0.6), IMAGE)
+    with pytest.raises(
+        NestlingError, match="nothing is left to do after 2: an exit there would be the module's own answer"
+    ):
+        exits(module, ("2",), IMAGE)
+    net = exits(module, (0.9,), IMAGE)
+    assert 0 < net.plan.new_macs(2) < net.plan.macs(1)
+
+
+def test_exits_of_a_nest_may_change_their_number_type() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 2, 8))
+            self.wide, self.fc = nn.Linear(8, 8), nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cat([self.token.expand(x.shape[0], -1, -1), self.patch(x).flatten(2).transpose(1, 2)], 1)
+            logits: Tensor = self.fc(self.wide(y).mean(1))
+            return logits
+
+    module = nestling.nest(Token().double(), "w", IMAGE).subnet(2).eval()
+    net, x = exits(module, (0.3,), IMAGE).eval().float(), torch.randn(2, *IMAGE)
+    assert torch.allclose(net(x)[-1], module.float()(x), atol=1e-6)
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x

@@ -97,9 +97,12 @@ def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx
             "fewer"
         )
     names = [(node, reader.first_names[node]) for node in kept]
-    late = [name for _, name in names if name == reader.sketch.output]
+    late = [str(name) for _, name in names if work[str(name)] == work[reader.sketch.output]]
     if late:
-        raise NestlingError(f"{net}: an exit at {late[0]} would be the module's own answer; ask for an earlier one")
+        raise NestlingError(
+            f"{net}: nothing is left to do after {late[0]}: an exit there would be the module's own answer; ask for an "
+            "earlier one"
+        )
     return [(node, str(name)) for node, name in names]
 
 
@@ -131,8 +134,8 @@ def shared(reader: Reader, share: float, work: dict[str, int], taken: set[int], 
         near = []
         for index, node in candidates:
             name = reader.first_names.get(node)
-            if not isinstance(name, str) or name == reader.sketch.output or work[name] in taken:
-                continue
+            if not isinstance(name, str) or work[name] == most or work[name] in taken:
+                continue  # nothing would be left to do after it, or not more than after another
             if is_feature(reader.values[node]):
                 near.append((abs(work[name] - share * most), -index, node))
         if near and min(near, key=lambda each: each[:2])[0] <= limit * most:
