@@ -330,6 +330,75 @@ def test_work_is_counted_as_torch_counts_it(make: Callable[[], nn.Module]) -> No
     assert net.plan.macs(2) - heads == counter.get_total_flops() // 2
 
 
+def test_each_layer_of_a_nest_holds_its_own_weights_only() -> None:
+    module = nestling.nest(Small(), "w", IMAGE).subnet(2).eval()
+    net = exits(module, (0.5,), IMAGE)
+    assert sum(p.numel() for p in net.subnet(1).parameters()) == net.plan.task_params(0)
+    assert sum(p.numel() for p in net.parameters()) == net.plan.params(2)
+    own = sum(p.numel() for p in module.parameters())
+    assert own == sum(p.numel() for p in net.own_parameters()) and net.plan.params(1) < own
+    x = torch.randn(2, *IMAGE)
+    assert torch.equal(net.eval()(x)[-1], module(x))
+
+
+class Again(nn.Module):
+    """A convolution, a norm of tokens and a linear layer that serve two places each."""
+
+    def __init__(self, convolution: bool) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 1) if convolution else None
+        self.norm, self.wide, self.fc = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        y = y if self.conv is None else self.conv(F.relu(self.conv(y)))
+        y = y.flatten(2).transpose(1, 2)
+        for _ in range(2):
+            y = F.relu(self.wide(self.norm(y)))
+        logits: Tensor = self.fc(y.mean(1))
+        return logits
+
+
+def test_what_serves_several_places_is_counted_once_and_not_trained_as_copies() -> None:
+    net = exits(Again(convolution=False), ("stem",), IMAGE)
+    assert net.plan.params(2) == sum(p.numel() for p in net.parameters())
+    assert all(p.requires_grad for p in net.thaw().parameters()), "there is one of each"
+    net = exits(Again(convolution=True), ("stem",), IMAGE)
+    assert net.plan.params(2) == sum(p.numel() for p in net.parameters())
+    with pytest.raises(NestlingError, match=r"the weights of conv, conv_2 serve several places, .* own ways"):
+        net.thaw()
+
+
+def test_an_exit_leaves_something_to_do() -> None:
+    """Pooling behind the classifier is no stage; what is left for another exit is said."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(NestlingError, match="no further tensor of features"):
+        exits(module, (0.3, 0.6), IMAGE)
+    with pytest.raises(
+        NestlingError, match="nothing is left to do after 2: an exit there would be the module's own answer"
+    ):
+        exits(module, ("2",), IMAGE)
+    net = exits(module, (0.9,), IMAGE)
+    assert 0 < net.plan.new_macs(2) < net.plan.macs(1)
+
+
+def test_exits_of_a_nest_may_change_their_number_type() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 2, 8))
+            self.wide, self.fc = nn.Linear(8, 8), nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cat([self.token.expand(x.shape[0], -1, -1), self.patch(x).flatten(2).transpose(1, 2)], 1)
+            logits: Tensor = self.fc(self.wide(y).mean(1))
+            return logits
+
+    module = nestling.nest(Token().double(), "w", IMAGE).subnet(2).eval()
+    net, x = exits(module, (0.3,), IMAGE).eval().float(), torch.randn(2, *IMAGE)
+    assert torch.allclose(net(x)[-1], module.float()(x), atol=1e-6)
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x

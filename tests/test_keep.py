@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import nestling
 from nestling.errors import NestlingError
@@ -211,6 +213,81 @@ def test_networks_of_ours_are_taken_too(way: Any, dense: Path) -> None:
         way(module, shape=(1, 9, 9))
 
 
+class Gained(nn.Module):
+    """Numbers of its own, and a layer below."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain, self.body = nn.Parameter(torch.randn(width, 1, 1)), nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.body(x)
+
+
+class Tokens(nn.Module):
+    """Three class tokens, positions, norms over channels and attention; as many tokens as channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.wide = nn.Conv2d(3, 16, 4, 4), nn.ConvTranspose2d(16, 8, 3, padding=1)
+        self.narrow = nn.Conv2d(8, 16, (1, 2), (1, 1), (0, 1))
+        self.tokens, self.places = nn.Parameter(torch.randn(1, 3, 16)), nn.Parameter(torch.randn(1, 23, 16))
+        self.norm, self.qkv, self.last = nn.LayerNorm(16), nn.Linear(16, 48), nn.RMSNorm(16)
+        self.gained, self.fc = Gained(16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gained(self.narrow(F.relu(self.wide(F.relu(self.patch(x)))))).flatten(2).transpose(1, 2)
+        y = torch.cat([self.tokens.expand(x.shape[0], -1, -1), y], 1) + self.places
+        q, k, v = self.qkv(self.norm(y)).reshape(x.shape[0], 23, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        y = y + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape[0], 23, 16)
+        logits: Tensor = self.fc(self.last(y)[:, :3].mean(1))
+        return logits
+
+
+class Square(nn.Module):
+    """As many channels as pixels, and as tokens that come first: nothing but their places tells them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 16, 4, 4)
+        self.tokens, self.places = nn.Parameter(torch.randn(1, 16, 16)), nn.Parameter(torch.randn(1, 16, 16))
+        self.wide, self.fc = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.patch(x).flatten(2).transpose(1, 2) + self.places
+        y = torch.cat([self.tokens.expand(x.shape[0], -1, -1), y], 1)
+        logits: Tensor = self.fc(F.gelu(self.wide(y)).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("make", [Tokens, Square])
+def test_what_was_nested_is_nested_once_more(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = nestling.nest(make().double().eval(), "w", IMAGE).subnet(2)
+    x = noise().double()
+    with torch.no_grad():
+        own = module(x)
+        assert torch.allclose(nestling.nest(module, "", IMAGE)(x)[0], own, rtol=1e-12, atol=1e-12)
+        for net in (keep(module, (1 / 4, 1 / 4), IMAGE), nestling.nest(module, "w,w", IMAGE)):
+            whole = net.eval()(x)
+            for stage, answer in enumerate(net.answers(x), start=1):
+                assert torch.allclose(answer, whole[stage - 1], rtol=1e-12, atol=1e-12)
+                assert torch.allclose(answer, net.subnet(stage)(x), rtol=1e-12, atol=1e-12)
+        assert torch.allclose(keep(module, (1 / 4,), IMAGE)(x)[-1], own, rtol=1e-12, atol=1e-12)
+        parts = keep(module, (1 / 4,), IMAGE).state_dict(), module.net.state_dict()
+        assert all(torch.equal(parts[0][key], value) for key, value in parts[1].items())
+
+
+def test_norms_over_some_of_the_channels_they_read_are_not_nested_twice() -> None:
+    from nestling.nets.ops.layernorm import Alike, LayerNorm
+    from nestling.nets.plan import Node
+
+    read = Node("x", LayerNorm(), (), (1, 1, 2), ())
+    some = Node("norm", LayerNorm(parts=(Alike((0,), (2,), (0, 1, 2)),)), ("x",), (2,), ())
+    with pytest.raises(NestlingError, match=r"cannot nest norm once more: .* nest the module that it was made of"):
+        some.op.untold("it", some, [read])
+
+
 def test_a_kept_network_alone_stays_in_evaluation() -> None:
     module = trained(Residual)
     alone = keep(module, (1 / 4,), IMAGE).train().subnet(2)
@@ -235,6 +312,14 @@ def test_what_is_added_is_counted_before_it_is_built() -> None:
     assert net.overhead == pytest.approx((first + second) / own)
     reads = keep(module, (1 / 4, 1 / 4), IMAGE, reads=True)
     assert reads.plan.macs(3) - net.plan.macs(3) == pixels * 9 * 8 * 16, "the image is read as it always was"
+
+
+def test_products_of_attention_are_the_modules_own_work() -> None:
+    module, counter = Tokens().eval(), FlopCounterMode(display=False)
+    with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
+        module(noise()[:1])
+    net, own = keep(module, (1 / 4, 1 / 4), IMAGE), counter.get_total_flops() / 2
+    assert net.overhead == pytest.approx(net.plan.macs(3) / own - 1)
 
 
 def test_early_widths_may_be_multiples() -> None:

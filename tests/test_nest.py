@@ -247,6 +247,18 @@ class Half(nn.Module):
         return torch.cat([one, self.conv(two)], 1)
 
 
+class Turned(nn.Module):
+    """Of two tensors that are put behind each other, what is read is all of one and nothing of the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, self.conv(x)], 1)
+        return both.flip(1)[:, : x.shape[1]].relu() + x
+
+
 class Functional(nn.Module):
     """Weights of its own, used through functions."""
 
@@ -365,6 +377,11 @@ GOOD: dict[str, Callable[[], nn.Module]] = {
     "a blur of a fixed kernel": lambda: backbone(nn.ReLU(), Blur(8), nn.Conv2d(8, 8, 1), Blur(8)),
     "channel shuffle": lambda: backbone(Does(shuffle), nn.ReLU(), nn.ChannelShuffle(4), nn.Conv2d(8, 8, 1)),
     "halves of which one goes on": lambda: backbone(nn.Conv2d(8, 16, 1), Half(8), nn.Conv2d(16, 8, 1)),
+    "some of the patches merged into channels": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 2, 2), Does(lambda x: x.flatten(2).transpose(1, 2).reshape(x.shape[0], 8, 16)[..., 3:13]),
+        nn.Linear(10, 8), nn.ReLU(), Does(lambda x: x.mean(1)), nn.Linear(8, 5)
+    ),
+    "one of two that were joined": lambda: backbone(Turned(8), nn.Conv2d(8, 8, 1)),
     "a number for every channel": lambda: backbone(
         Scaled((1, 8, 1, 1)), nn.Conv2d(8, 8, 1), Scaled((8, 1, 1)), Scaled((1,)), nn.ReLU(), Twice(Scaled((8, 1, 1)))
     ),

@@ -55,6 +55,7 @@ def exits(
     found = made.net
     assert isinstance(found, Extended)
     found.hold(name for name in made.origins if name in found.plan.by_name)
+    found._copied = copied(reader)
     found.reset(generator if generator is not None else torch.Generator().manual_seed(0))
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(0))
     for node in found.plan.nodes:
@@ -96,9 +97,12 @@ def chosen(reader: Reader, at: Sequence[float | str], net: str) -> list[tuple[fx
             "fewer"
         )
     names = [(node, reader.first_names[node]) for node in kept]
-    late = [name for _, name in names if name == reader.sketch.output]
+    late = [str(name) for _, name in names if work[str(name)] == work[reader.sketch.output]]
     if late:
-        raise NestlingError(f"{net}: an exit at {late[0]} would be the module's own answer; ask for an earlier one")
+        raise NestlingError(
+            f"{net}: nothing is left to do after {late[0]}: an exit there would be the module's own answer; ask for an "
+            "earlier one"
+        )
     return [(node, str(name)) for node, name in names]
 
 
@@ -130,8 +134,8 @@ def shared(reader: Reader, share: float, work: dict[str, int], taken: set[int], 
         near = []
         for index, node in candidates:
             name = reader.first_names.get(node)
-            if not isinstance(name, str) or name == reader.sketch.output or work[name] in taken:
-                continue
+            if not isinstance(name, str) or work[name] == most or work[name] in taken:
+                continue  # nothing would be left to do after it, or not more than after another
             if is_feature(reader.values[node]):
                 near.append((abs(work[name] - share * most), -index, node))
         if near and min(near, key=lambda each: each[:2])[0] <= limit * most:
@@ -216,6 +220,20 @@ def planned(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width:
     sizes = (*(f"exit{stage}" for stage in range(1, stages)), "full")
     plan = put_off(Plan(net, tuple(nodes), (*heads, sketch.output), sizes))
     return built(plan, layers, {name: renamed[name] for name in sketch.nodes if name in layers}, False, Extended)
+
+
+def copied(reader: Reader) -> tuple[str, ...]:
+    """The layers with parameters of which another has a copy: places with the same weights may be born at different stages."""
+    origin = {id(copy): key for key, copy in reader.memo.items() if isinstance(copy, nn.Parameter)}
+    places = dict[int, dict[str, None]]()
+    for name, layer in reader.sketch.layers.items():
+        given = reader.sketch.nodes[name].op.given
+        for parameter in layer.parameters(recurse=given):
+            key = id(parameter)
+            places.setdefault(origin.get(key, key), {})[name] = None
+    together = {key for key in origin.values() if all(reader.sketch.nodes[n].op.given for n in places.get(key, ()))}
+    several = [names for key, names in places.items() if len(names) > 1 and key not in together]
+    return tuple(dict.fromkeys(name for names in several for name in names))
 
 
 def first_needed(sketch: Sketch, ends: list[str]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from nestling.errors import NestlingError
 from nestling.nets.net import NestedNet, attach
 from nestling.nets.plan import Plan
 
@@ -16,13 +17,16 @@ from nestling.nets.plan import Plan
 class Extended(NestedNet):
     """A nested network of which some layers, the `backbone`, are somebody's own and stay as they came."""
 
-    _backbone: tuple[str, ...] = ()  # the nodes of these layers
+    _own: tuple[str, ...] = ()  # the nodes of what is somebody's own
+    _backbone: tuple[str, ...] = ()  # those that have layers
     _readers: tuple[str, ...] = ()  # new layers by which they read earlier stages: zero at first
     _held = True  # whether the backbone is frozen
+    _copied: tuple[str, ...] = ()  # layers of it that stand in several places as copies
 
     def hold(self, backbone: Iterable[str], reads: Iterable[str] = ()) -> "Extended":
         """Say which layers are the backbone; from now on they stay as they are, and all others train."""
-        self._backbone = tuple(name for name in backbone if self.plan.by_name[name].op.layered)
+        self._own = tuple(backbone)
+        self._backbone = tuple(name for name in self._own if self.plan.by_name[name].op.layered)
         self._readers, self._held = tuple(reads), True
         self.requires_grad_(True)
         for parameter in self.own_parameters():
@@ -31,6 +35,11 @@ class Extended(NestedNet):
 
     def thaw(self) -> "Extended":
         """Let everything train, the backbone too: its answers will change."""
+        if self._copied:
+            raise NestlingError(
+                f"{self.plan.name}: the weights of {', '.join(self._copied)} serve several places, each of which has a copy "
+                "here; trained, these would go their own ways. Train the module before it gets exits"
+            )
         self._held = False
         self.requires_grad_(True)
         return self.train(self.training)
@@ -60,7 +69,7 @@ class Extended(NestedNet):
     @property
     def overhead(self) -> float:
         """The multiply-accumulates of all that was added, as a share of the network's own."""
-        nodes = [self.plan.by_name[name] for name in self._backbone]
+        nodes = [self.plan.by_name[name] for name in self._own]
         own = sum(self.plan.row_macs(node, row) for node in nodes for row in range(node.channels))
         return self.plan.macs(self.plan.stages) / own - 1
 

@@ -6,6 +6,7 @@ weights, of which the rule keeps those that go from earlier or equally early cha
 computes exactly what the module computes, which is proved whenever a module is nested.
 """
 
+import copy
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +17,8 @@ from torch import nn
 from nestling.errors import NestlingError
 from nestling.nets.births import grow
 from nestling.nets.net import Alone, NestedNet
-from nestling.nets.ops.conv_transpose2d import ConvTranspose2d
+from nestling.nets.ops import Operation
+from nestling.nets.plan import Node
 from nestling.nets.reading.agree import prove
 from nestling.nets.reading.assemble import assemble
 from nestling.nets.reading.baked import baked
@@ -104,11 +106,20 @@ def own_sketch(module: NestedNet, shape: Shape, net: str) -> Sketch:
         raise NestlingError(
             f"{net}: it takes images of shape {plan.input.shape(plan.input.channels)}, found {tuple(shape)}"
         )
-    if any(isinstance(node.op, ConvTranspose2d) for node in plan.nodes):
-        raise NestlingError(f"{net}: transposed convolutions are not nested twice; nest the module that it was made of")
     nodes = {node.name: replace(node, births=(0,) * node.channels) for node in plan.nodes}
-    layers = {node.name: module.layer(node.name) for node in plan.nodes if node.op.layered and not node.shares}
+    layers = {node.name: torchs(node, module) for node in plan.nodes if node.op.layered and not node.shares}
     return Sketch(nodes, layers, plan.heads[0])
+
+
+def torchs(node: Node, module: NestedNet) -> nn.Module:
+    """A layer of ours with its tensors as torch's own has them, as layers of sketches are expected to."""
+    layer: nn.Module = module.layer(node.name)
+    if type(node.op).given_back is Operation.given_back:
+        return layer
+    layer = copy.deepcopy(layer)
+    for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+        tensor.data = node.op.given_back(key, tensor.data)
+    return layer
 
 
 def own_randomness(module: nn.Module) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.layers import Cut, MaskAll
@@ -66,7 +66,9 @@ class NestedNet(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         check_input(self.plan, x)
         values: dict[str, Tensor] = {self.plan.input.name: x}
-        live = self.live_weights()
+        live = (
+            {} if isinstance(x, fx.Proxy) else self.live_weights()
+        )  # who records layers wants each with its own weight
         for node in self.plan.nodes[1:]:
             reads = [values[read] for read in node.reads]
             if (node.shares or node.name) in live:

@@ -303,21 +303,23 @@ def keep(plan: Plan, kept: Mapping[str, tuple[int, ...]]) -> Plan:
         reads = tuple(read for read in node.reads if kept[read])
         op = node.op.narrow(node, rows, [kept[read] for read in reads])
         if not node.op.picks:
-            reads = tuple(narrowed(plan, node, read, kept, nodes) for read in reads)
+            asked = (narrowed(plan, node, read, kept, nodes) for read in reads)
+            reads = tuple(read for read in asked if read)
         births = tuple(node.births[row] for row in rows)
         nodes.append(replace(node, op=op, reads=reads, births=births))
     return replace(plan, nodes=tuple(nodes))
 
 
 def narrowed(plan: Plan, node: Node, read: str, kept: Mapping[str, tuple[int, ...]], nodes: list[Node]) -> str:
-    """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more."""
+    """What a channel-by-channel or grouped node reads, cut down to the channels it asks for where others keep more; "" where
+    it asks for none, as of one of several tensors that are put behind each other."""
     source = plan.by_name[read]
     if len(kept[node.name]) == node.channels and len(kept[read]) == source.channels:
         return read  # nothing is cut here
     reads, index = plan.reads_of(node), node.reads.index(read)
     wanted = tuple(sorted({c for row in kept[node.name] for c in node.op.parents(node, reads, row)[index]}))
-    if wanted == kept[read]:
-        return read
+    if wanted == kept[read] or not wanted:
+        return read if wanted else ""
     place = {channel: i for i, channel in enumerate(kept[read])}
     births = tuple(source.births[c] for c in wanted)
     name = f"{node.name}.take_{read.replace('.', '_')}"

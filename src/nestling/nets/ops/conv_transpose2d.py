@@ -55,6 +55,9 @@ class ConvTranspose2d(WeightedOp):
     def adopted(self, name: str, value: Tensor, node: Node) -> Tensor:
         return turned(value, self.groups) if name == "weight" else value
 
+    def given_back(self, name: str, value: Tensor) -> Tensor:
+        return turned(value, self.groups) if name == "weight" else value
+
     def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         if name != "weight" or self.groups > 1:
             return super().reordered(name, value, rows, columns)

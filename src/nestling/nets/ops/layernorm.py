@@ -90,6 +90,14 @@ class LayerNorm(Operation):
     def told(self, node: Node, reads: Sequence[Node]) -> Operation:
         return replace(self, parts=self.parts_for(node, reads))
 
+    def untold(self, plan: str, node: Node, reads: Sequence[Node]) -> Operation:
+        if any(part.rows != part.own for part in self.parts) or (self.parts and node.channels != reads[0].channels):
+            raise NestlingError(
+                f"{plan}: cannot nest {node.name} once more: it normalises over channels of which it gives only some; nest the "
+                "module that it was made of"
+            )
+        return replace(self, parts=())
+
     def parts_for(self, node: Node, reads: Sequence[Node]) -> tuple[Alike, ...]:
         if self.parts:
             return self.parts

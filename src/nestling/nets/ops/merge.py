@@ -23,9 +23,11 @@ class Merge(Operation):
     count: int  # pixels of that side
     outer: bool
     taken: Channels | None = None  # which of the new channels there are; None: all
+    there: int = 0  # of how many channels these are taken
 
     kind: ClassVar[str] = "merge"
     grouped: ClassVar[bool] = True
+    picks: ClassVar[bool] = True
 
     def channels(self, reads: Sequence[Node]) -> int:
         return self.count * reads[0].channels
@@ -39,7 +41,7 @@ class Merge(Operation):
         return ((row % reads[0].channels if self.outer else row // self.count,),)
 
     def narrow(self, node: Node, rows: Channels, wanted: Sequence[Channels]) -> Operation:
-        total = (node.channels if self.taken is None else max(self.taken) + 1) // self.count
+        total = node.channels // self.count if self.taken is None else self.there
         place, known = {channel: i for i, channel in enumerate(wanted[0])}, len(wanted[0])
         taken = []
         for row in rows:
@@ -47,7 +49,7 @@ class Merge(Operation):
             pixel, channel = (row // total, row % total) if self.outer else (row % self.count, row // self.count)
             taken.append(pixel * known + place[channel] if self.outer else place[channel] * self.count + pixel)
         whole = taken == list(range(known * self.count))
-        return replace(self, taken=None if whole else tuple(taken))
+        return replace(self, taken=None if whole else tuple(taken), there=0 if whole else known)
 
     def check(self, plan: str, node: Node, reads: Sequence[Node]) -> None:
         """Whoever enters it has put the side beside the channels."""

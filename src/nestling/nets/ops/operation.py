@@ -99,6 +99,10 @@ class Operation:
         """The operation that knows the births it was planned with, where these say what it computes."""
         return self
 
+    def untold(self, plan: str, node: Node, reads: Sequence[Node]) -> Operation:
+        """The operation before that, for other births."""
+        return self
+
     def narrow(self, node: Node, rows: Channels, wanted: Sequence[Channels]) -> Operation:
         """The operation over these rows, where only the channels `wanted` of each read are there, in that order."""
         return self
@@ -186,6 +190,10 @@ class Operation:
 
     def adopted(self, name: str, value: Tensor, node: Node) -> Tensor:
         """A tensor of the state of torch's own layer as our layer has it."""
+        return value
+
+    def given_back(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of our layer's state as torch's own layer has it: `adopted`, undone."""
         return value
 
     def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

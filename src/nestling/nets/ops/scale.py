@@ -77,6 +77,9 @@ class Scale(Operation):
         wide = value.reshape((1,) * (rank - len(shape)) + shape).movedim(self.axis - 1, 0)
         return wide.expand(node.channels, *self.pixels)
 
+    def given_back(self, name: str, value: Tensor) -> Tensor:
+        return value.movedim(0, self.axis - 1) if self.pixels else value
+
     def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         if not self.pixels:
             return super().reordered(name, value, rows, columns)

@@ -59,11 +59,14 @@ class Tokens(Operation):
     def compute(self, reads: Sequence[Tensor], weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None
         [x] = reads
-        return lazy.torch.cat([weight.t().to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
+        return lazy.torch.cat([weight.t().type_as(x).expand(x.shape[0], -1, -1), x], 1)
 
     def adopted(self, name: str, value: Tensor, node: Node) -> Tensor:
         """Torch's shape is (1, tokens, channels)."""
         return value.reshape(self.count, node.channels).t()
+
+    def given_back(self, name: str, value: Tensor) -> Tensor:
+        return value.t()[None]
 
     def reordered(self, name: str, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         return value[..., rows.to(value.device)]

@@ -165,7 +165,10 @@ def planned(
     for name, words in sketch.mixing.items():
         if name not in ends:
             raise NestlingError(f"{net}: cannot nest {words}.")
-    body = give_births([n for n in sketch.nodes.values() if n.name not in ends], growth, uneven, net)
+    body = [n for n in sketch.nodes.values() if n.name not in ends]
+    if growth.stages > 1:  # else it goes on computing what it did
+        body = [replace(n, op=n.op.untold(net, n, [sketch.nodes[read] for read in n.reads])) for n in body]
+    body = give_births(body, growth, uneven, net)
     while True:
         made = Heads(sketch, tail, body, growth, net)
         later = put_off(body, made.needed(), growth, uneven) if growth.stages > 1 else body
@@ -237,5 +240,6 @@ def weights(plan: Plan, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         if node.name not in layers:
             continue
         for key, value in layers[node.name].state_dict().items():
-            found[f"{node.name}.{key}"] = node.op.adopted(key, value, node)
+            if node.op.given or "." not in key:  # what hangs below a layer by name says so itself
+                found[f"{node.name}.{key}"] = node.op.adopted(key, value, node)
     return found

@@ -371,7 +371,9 @@ class Pen(Picking):
         name = self.name(node)
         self.sketch.layers[name] = piece
         tensors = [self.tensor_of[read] for read in reads]
-        op = Opaque(work(piece, tensors), sum(p.numel() for p in piece.parameters()))
+        mine = {id(p): p.numel() for p in piece.parameters() if id(p) not in self.counted}
+        self.counted |= {*mine}
+        op = Opaque(work(piece, tensors), sum(mine.values()))
         self.add(node, Node(name, op, reads, (0,) * value.shape[1], tuple(value.shape[2:])))
 
 

@@ -53,6 +53,7 @@ class Page:
         self.first_names: dict[fx.Node, str | tuple[str, ...]] = {}  # the same, before anything was overwritten
         self.tensor_of: dict[str, Tensor] = {}  # of what was recorded whole: an example of each tensor, without data
         self.memo: dict[int, Any] = {}  # copies of what recorded pieces hold: one of each
+        self.counted: set[int] = set()  # the parameters among them that some piece has counted
         self.layouts: dict[fx.Node, Arrangement] = {}  # of tensors that a plan has in another form
         self.written: dict[fx.Node, str] = {}  # of norms that are written out, the node of each that ends; "" inside
         self.covariances: dict[str, tuple[Arrangement, Arrangement, float]] = {}  # what their nodes are made of
