@@ -239,7 +239,10 @@ $("deadline").onchange = () => { if (last) ask(...last); };
 $("token-row").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("nestling-token", $("token").value);
-  begin().catch(complain);
+  begin().then(() => {
+    $("verdict").className = "";
+    $("verdict").textContent = "Nothing has been asked yet.";
+  }, complain);
 };
 $("busy").onchange = async () => {
   switching = true;
