@@ -3,8 +3,10 @@
 `NESTLING_BAD=10000 pytest tests/test_serve_bad.py` sends as many of each kind as you like.
 """
 
+import asyncio
 import contextlib
 import gc
+import io
 import json
 import os
 import random
@@ -12,10 +14,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from test_serve_clients import NAME, PIXELS, Running, infer_json
 
 pytest.importorskip("grpc")
@@ -24,6 +28,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from nestling.serve import listen
+from nestling.serve.grpc import AT_A_TIME, Inference
 from nestling.serve.openapi import document
 from nestling.serve.server import Server
 from nestling.serve.service import Service
@@ -133,8 +138,16 @@ def test_bodies_that_are_too_large_packed_or_of_another_form(running: Running) -
         assert status == expected and said["error"]
 
 
+@pytest.mark.parametrize("form", ["TIFF", "GIF", "BMP", "WEBP", "PPM"])
+def test_pictures_of_other_forms_are_refused(running: Running, form: str) -> None:
+    """Some readers raise what they like at spoilt files, and write to stderr, where lines are JSON."""
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file, form)
+    status, said, _ = running.post(PATH, file.getvalue(), {"Content-Type": "image/png"})
+    assert status == 400 and "cannot be read as a picture" in said["error"]
+
+
 def test_a_small_file_with_very_many_pixels_is_refused(running: Running) -> None:
-    import io
     import zlib
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -211,6 +224,29 @@ def test_slow_readers_hold_nothing_up(running: Running) -> None:
     until = time.monotonic() + 30
     while running.service.server.model(NAME).stages.scheduler.open and time.monotonic() < until:
         time.sleep(0.05)
+
+
+def test_a_stream_that_nobody_reads_is_not_answered_for_ever(running: Running) -> None:
+    """Replies wait to be read, up to a number; what comes after them is not even looked at."""
+    infer, asked, count = Inference(running.service), [], 20 * AT_A_TIME
+
+    class Call:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for number in range(count):
+            asked.append(number)
+            yield b"\x01\x02"
+
+    async def read() -> int:
+        stream = infer.stream(messages(), Call())
+        await anext(stream)
+        await asyncio.sleep(0.5)
+        assert len(asked) < 4 * AT_A_TIME, "it goes on although nobody reads"
+        return 1 + len([reply async for reply in stream])
+
+    assert asyncio.run(read()) == count
 
 
 def call(running: Running, method: str) -> Callable[[bytes], bytes]:

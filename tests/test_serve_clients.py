@@ -289,6 +289,19 @@ def test_a_token_goes_on_from_the_work_done(running: Running, right: np.ndarray)
     assert status == 400 and "send the images again" in said["error"]
 
 
+def test_who_is_to_come_back_may_come_with_the_same_token(
+    running: Running, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, scheduler = f"/v2/models/{NAME}/infer", server.model(NAME).stages.scheduler
+    _, said, _ = running.post(path, infer_json(parameters={"prior": True, "refine": True, "timeout": 1}))
+    body = json.dumps({"parameters": {"refine": said["parameters"]["refine"]}}).encode()
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "room", 0)
+        assert [running.post(path, body)[0] for _ in range(2)] == [429, 429]
+    status, said, _ = running.post(path, body)
+    assert status == 200 and said["parameters"]["stage"] == 3
+
+
 def test_events_that_end_at_the_deadline_end_with_a_token(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = running.service.server.model(NAME).stages.engine
     step = engine.step
@@ -403,6 +416,41 @@ def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: p
     assert model.stages.scheduler.open == 0 and steps[0] == 1 and len(steps) < 3
 
 
+def test_nothing_is_kept_and_nothing_missed_for_who_left(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, begun = running.service.server.model(NAME), threading.Event()
+    step = model.stages.engine.step
+
+    def slowly(stage: int, state: Any, stop: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return step(stage, state, stop)
+
+    def counted() -> list[float]:
+        answers = [running.metric("nestling_answers_total", model=NAME, stage=str(stage)) for stage in range(4)]
+        names = ("deadline_missed_total", "request_duration_seconds_count")
+        return [*answers, *(running.metric(f"nestling_{name}", model=NAME) for name in names)]
+
+    time.sleep(0.1)  # for what was asked before
+    kept, before = len(model.kept.found), counted()
+    monkeypatch.setattr(model.stages.engine, "step", slowly)
+    for parameters in ({"refine": True, "prior": True}, {"refine": True, "confident": 1.0}):
+        begun.clear()
+        host, port = running.http.split(":")
+        body = infer_json(parameters=parameters)
+        head = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            assert begun.wait(10)
+        time.sleep(0.5)
+    with triton_grpc.InferenceServerClient(running.grpc) as client:
+        begun.clear()
+        call = client.async_infer(NAME, [triton_input(triton_grpc, PIXELS[:1])], lambda result, error: None)
+        assert begun.wait(10)
+        call.cancel()
+        time.sleep(0.5)
+    assert len(model.kept.found) == kept and counted() == before
+
+
 # --- operations ------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +464,42 @@ def test_metrics_have_the_names_and_count(running: Running) -> None:
     text = connection.getresponse().read().decode()
     for name in ("request_duration_seconds_bucket", "queue_seconds_count", "deadline_missed_total", "answers_total"):
         assert f"nestling_{name}" in text
+
+
+def test_whoever_is_refused_is_counted_and_logged(server: Server) -> None:
+    lines: list[dict[str, Any]] = []
+    told = Running(Service(server, log=lines.append))
+    path = f"/v2/models/{NAME}/infer"
+    wrong = {"name": "input", "shape": [1, 3, 8, 8], "datatype": "UINT8", "data": [0] * 192}
+    for body in (b"{", json.dumps({"inputs": [wrong]}).encode()):
+        assert told.post(path, body)[0] == 400
+    assert told.post("/v2/models/nobody/infer", infer_json())[0] == 404
+    with triton_grpc.InferenceServerClient(told.grpc) as client, pytest.raises(InferenceServerException):
+        client.infer(NAME, [triton_input(triton_grpc, np.zeros((1, 3, 8, 8), np.uint8))])
+    told.end()
+    assert told.metric("nestling_refused_total", model=NAME) == 3
+    assert [line["status"] for line in lines] == [400, 400, 404, 400] and all(line["error"] for line in lines)
+
+
+def test_what_is_gone_on_with_has_waited_only_since_it_came(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"/v2/models/{NAME}/infer"
+    server = running.service.server
+    request = server.model(NAME).ask(PIXELS[:1], 5.0).submit(every=True)
+    next(request.each_stage())  # and left
+    token = server.model(NAME).kept.put(request.tickets)
+    step, before = server.model(NAME).stages.engine.step, running.metric("nestling_queue_seconds_sum", model=NAME)
+
+    def slowly(stage: int, state: Any, stop: Any) -> Any:
+        time.sleep(0.3)
+        return step(stage, state, stop)
+
+    monkeypatch.setattr(server.model(NAME).stages.engine, "step", slowly)
+    other = server.model(NAME).ask(PIXELS[:1], 5.0).submit(every=True)
+    time.sleep(0.1)
+    assert running.post(path, json.dumps({"parameters": {"refine": token}}).encode())[0] == 200
+    other.wait()
+    time.sleep(0.1)
+    assert running.metric("nestling_queue_seconds_sum", model=NAME) > before + 0.1
 
 
 def test_a_token_keeps_others_out(server: Server) -> None:

@@ -141,7 +141,12 @@ def test_a_folder_that_changes_is_opened_anew_and_a_spoilt_one_is_not(
     weights.write_bytes(whole[:-100])
     assert server.event("not reloaded")["network"] == "net"
     assert server.ask(infer_json(), name="net")[0] == 200, "the old one goes on"
+    results = run / "results.json"
+    right = results.read_text(encoding="utf-8")
+    results.write_text('{"classes": 3, "prior": "x", "stages": [1]}', encoding="utf-8")
     weights.write_bytes(whole)
+    wait_until(lambda: [each["event"] for each in server.said].count("not reloaded") > 1, server.process)
+    results.write_text(right, encoding="utf-8")
     server.event("reloaded")
     # the last stage at once, or after the others: the same but for rounding
     assert server.ask(infer_json(), name="net")[1]["outputs"][0]["data"] == pytest.approx(before, abs=1e-4)

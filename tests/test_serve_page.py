@@ -28,10 +28,10 @@ pytestmark = pytest.mark.browser
 
 
 @contextlib.contextmanager
-def page_of(source: str) -> Iterator[str]:
+def page_of(source: str, token: str = "") -> Iterator[str]:
     """The address of a server's page."""
     with Server(source, device="cpu") as server:
-        service, loop, started = Service(server), asyncio.new_event_loop(), threading.Event()
+        service, loop, started = Service(server, token=token), asyncio.new_event_loop(), threading.Event()
         sockets = Sockets(service, application(service, TryPage(service).routes()), Place(http=0))
         living = threading.Thread(target=lambda: loop.run_until_complete(sockets.run(lambda _: started.set())))
         living.start()
@@ -206,6 +206,35 @@ def test_a_digit_is_drawn_as_the_network_knows_digits(opened: Any, digits: str) 
     found.page.locator("#take").click()
     found.all_stages()
     assert found.unexpected() == []
+
+
+def test_a_wrong_token_is_told_and_the_right_one_opens_the_page(browser: Any) -> None:
+    context = browser.new_context()
+    page, errors = context.new_page(), list[str]()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    with page_of(NAME, token="secret") as address:
+        page.goto(address)
+        verdict = page.locator("#verdict", has_text="no valid token")
+        verdict.wait_for(timeout=30_000)
+        for token in ("wrong", "secret"):
+            page.fill("#token", token)
+            with page.expect_response("**/try/models"):
+                page.keyboard.press("Enter")
+        page.wait_for_selector("#samples button", timeout=30_000)
+        page.locator("#verdict", has_text="Nothing has been asked").wait_for(timeout=30_000)
+        context.close()
+    assert errors == []
+
+
+def test_after_a_reload_bars_have_the_new_classes(opened: Any) -> None:
+    found = opened()
+    page = found.page
+    found.deadline(100)
+    page.evaluate("models[0].classes = models[0].classes.map(() => 'old')")
+    page.locator("#samples button").first.click()
+    page.locator("#stages .bar").first.wait_for(timeout=30_000)
+    said = page.locator("#stages .bar span:first-child").all_inner_texts()
+    assert said and "old" not in said
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 360)])

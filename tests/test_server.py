@@ -1,10 +1,14 @@
 """Server in Python: many threads and coroutines, one scheduler; what is answered is what the network says."""
 
 import asyncio
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +17,10 @@ import torch
 import nestling
 from nestling.errors import NestlingError
 from nestling.nets import NestedNet, build
+from nestling.runs.folder import SHIPPED
 from nestling.runtime.engine import Stop
 from nestling.runtime.promise import Margin
+from nestling.serve import model as model_room
 from nestling.serve.model import KeptAnswers, Model
 from nestling.serve.scheduler import Full, Ticket
 from nestling.serve.server import Server
@@ -237,6 +243,29 @@ def test_a_network_is_opened_anew_while_others_ask(net: NestedNet) -> None:
         stop.set()
         asking.join()
         assert answered[0] > 0 and not failed and not old.stages.thread.is_alive()
+
+
+def test_who_was_being_read_when_a_network_was_opened_anew_is_answered_by_the_old_one(net: NestedNet) -> None:
+    with Server(named={"net": net}, device="cpu") as one:
+        old = one.model("net")
+        one.reload("net")
+        time.sleep(0.2)
+        assert old.ask(images(1), inf).submit().wait()[0].final
+
+
+def test_what_is_written_while_a_network_is_opened_is_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(SHIPPED / "width-resnet42-cifar10", folder)
+    as_ever = model_room.opened
+
+    def written_meanwhile(*words: Any) -> Any:
+        found = as_ever(*words)
+        os.utime(folder / "weights.safetensors", ns=(1, 1))
+        return found
+
+    monkeypatch.setattr(model_room, "opened", written_meanwhile)
+    with Server(folder, device="cpu") as one:
+        assert one.model().files != one.model().stamp()
 
 
 def test_tokens_hold_for_a_time_and_up_to_a_size() -> None:

@@ -238,7 +238,7 @@ def ready(listener: "Sockets", server: "Server", began: float) -> dict[str, Any]
 
 async def watch(server: "Server", seconds: float, say: Tell) -> None:
     """Open a network anew when its folder has changed, and has not changed again since the last look."""
-    stamps = {name: model.stamp() for name, model in server.models.items()}
+    stamps = {name: model.files for name, model in server.models.items()}
     changing: dict[str, Any] = {}
     while True:
         await asyncio.sleep(seconds)
@@ -254,5 +254,6 @@ async def watch(server: "Server", seconds: float, say: Tell) -> None:
             try:
                 await asyncio.to_thread(server.reload, name)
                 say({"event": "reloaded", "network": name})
-            except (NestlingError, OSError) as error:
-                say({"event": "not reloaded", "network": name, "error": str(error)})
+            except Exception as error:  # whatever is wrong with it, the others are still looked at
+                known = isinstance(error, NestlingError | OSError)
+                say({"event": "not reloaded", "network": name, "error": str(error) if known else repr(error)})

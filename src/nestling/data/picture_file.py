@@ -52,14 +52,18 @@ def read(path: Path | str, size: int, seed: int | None = None) -> Tensor:
 
 
 def fitted(
-    path: Path | str | bytes, shape: tuple[int, ...], most: int = MOST_PIXELS, part: float = 1.0
+    path: Path | str | bytes,
+    shape: tuple[int, ...],
+    most: int = MOST_PIXELS,
+    part: float = 1.0,
+    formats: tuple[str, ...] = FORMATS,
 ) -> NDArray[np.uint8]:
     """The picture at path, or in these bytes, as a network takes it, uint8 (C,H,W): set upright; as it is where it has the
     network's size, else its middle, `part` of its shorter side, scaled. `most` pixels are read."""
     channels, height, width = shape if len(shape) == 3 else (0, 0, 0)
     if height != width or channels not in (1, 3):
         raise NestlingError(f"this network takes images of {shape}; pictures can only be square, grey or RGB")
-    image = load_rgb(path, upright=True, most=most)
+    image = load_rgb(path, upright=True, most=most, formats=formats)
     square = image if image.size == (width, height) else scaled(image, height, part)
     pixels = np.array(square).transpose(2, 0, 1)
     if channels == 3:
@@ -69,16 +73,18 @@ def fitted(
     return grey
 
 
-def load_rgb(path: Path | str | bytes, upright: bool = False, most: int = MOST_PIXELS) -> Image.Image:
+def load_rgb(
+    path: Path | str | bytes, upright: bool = False, most: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Image.Image:
     """The whole picture, three channels of 8 bits; `upright`: turned the way the camera was held (EXIF orientation)."""
     try:
         if not isinstance(path, bytes) and not Path(path).is_file():  # a pipe would never end
             raise FileNotFoundError(f"{path} is no file")
-        with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=FORMATS) as file:
+        with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as file:
             if file.width * file.height > most:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {most:,}; scale it down")
             return to_rgb(turned(file) if upright else file)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, OverflowError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error
 
 

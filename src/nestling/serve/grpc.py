@@ -17,7 +17,7 @@ from nestling import __version__
 from nestling.serve.messages import CLASSES, PACKAGE
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
-from nestling.serve.service import INPUT, VERSION, Asked, Reply, Service, Wanted, metadata, properties
+from nestling.serve.service import INPUT, LEFT, VERSION, Asked, Reply, Service, Wanted, metadata, properties
 from nestling.serve.tensors import from_bytes, from_values, most_values, name_of, shape_of, to_bytes
 
 CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
@@ -85,9 +85,13 @@ class Inference:
 
     async def model_infer(self, message: Any, context: Context) -> Any:
         began = self.service.server.clock()
-        model, asked = self.understood(message, context)
-        request = self.service.begin(model, asked, began)
-        status = 499  # where the client cancels
+        try:
+            model, asked = self.understood(message, context)
+            request = self.service.begin(model, asked, began)
+        except Refusal as refusal:
+            self.service.refused(message.model_name, refusal, began)
+            raise
+        status = LEFT  # where the client cancels
         try:
             async for _ in request.each_stage_async():
                 pass
@@ -109,7 +113,7 @@ class Inference:
             said = str(refusal)
         if said:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, said)
-        replies: asyncio.Queue[bytes] = asyncio.Queue()
+        replies: asyncio.Queue[bytes] = asyncio.Queue(AT_A_TIME)  # who reads none is not worked for
         tasks: set[asyncio.Task[None]] = set()
         room = asyncio.Semaphore(AT_A_TIME)
 
@@ -139,11 +143,11 @@ class Inference:
 
     async def streamed(self, raw: bytes, context: Context, replies: asyncio.Queue[bytes]) -> None:
         """One request of a stream."""
-        kind, name, request, status = CLASSES["ModelStreamInferResponse"], "", None, 499
+        kind, name, asked_of, request, status = CLASSES["ModelStreamInferResponse"], "", "", None, LEFT
         began = self.service.server.clock()
         try:
             message = parsed("ModelInferRequest", raw)
-            name = message.id
+            name, asked_of = message.id, message.model_name
             model, asked = self.understood(message, context)
             request = self.service.begin(model, asked, began, every=True)
             told = False
@@ -151,16 +155,18 @@ class Inference:
                 told = last = request.over and stage == request.stage
                 reply = self.service.reply(model, asked, request, None if last else stage)
                 reply.parameters[FINAL] = last
-                replies.put_nowait(kind(infer_response=written(reply)).SerializeToString())
+                await replies.put(kind(infer_response=written(reply)).SerializeToString())
             if not told:  # time was up: the best there is, once more, as the last word
                 reply = self.service.reply(model, asked, request)
                 reply.parameters[FINAL] = True
-                replies.put_nowait(kind(infer_response=written(reply)).SerializeToString())
+                await replies.put(kind(infer_response=written(reply)).SerializeToString())
             status = 200
         except Refusal as refusal:
             status = refusal.reason.http
+            if request is None:
+                self.service.refused(asked_of, refusal, began)
             said = CLASSES["ModelInferResponse"](id=name)
-            replies.put_nowait(kind(error_message=str(refusal), infer_response=said).SerializeToString())
+            await replies.put(kind(error_message=str(refusal), infer_response=said).SerializeToString())
         finally:
             if request is not None:
                 self.service.sent(model, request, status)

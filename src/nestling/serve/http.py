@@ -31,14 +31,14 @@ from nestling.serve import openapi
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
 from nestling.serve.request import ServedRequest
-from nestling.serve.service import INPUT, VERSION, Asked, Reply, Service, Wanted, metadata, properties
+from nestling.serve.service import INPUT, LEFT, VERSION, Asked, Reply, Service, Wanted, metadata, properties
 from nestling.serve.tensors import Tensor, from_bytes, from_values, most_values, name_of, shape_of, to_bytes, to_values
 
 CAME = "nestling.came"  # of a request's scope: when it came, by time.monotonic()
 DEADLINE = "nestling-deadline-ms"
 JSON_LENGTH = "inference-header-content-length"  # of the JSON before the binary tensors
 BODY_SECONDS = 10.0  # in which a request's body must be here
-PICTURES = ("image/jpeg", "image/png")
+PICTURES = {"image/jpeg": "JPEG", "image/png": "PNG"}
 MOST_PIXELS = 2**24  # of a picture: small files may hold very many
 AT_A_TIME = 2  # pictures that are read at a time, each in a thread
 EVENTS = "text/event-stream"
@@ -123,13 +123,15 @@ class Infer:
         began = service.server.clock() - waited(scope)
         try:
             service.authorise(headers.get("authorization"))
-            model = service.model(place["name"], place.get("version", ""))
+            service.model(place["name"], place.get("version", ""))  # else nothing need be read
             body = await read_body(receive, headers, service.most_bytes)
+            model = service.model(place["name"], place.get("version", ""))  # it may have been opened anew meanwhile
             asked = await self.understood(model, headers, body, scope)
             asked.limit, asked.traceparent = header_limit(headers), headers.get("traceparent", "")
             events = EVENTS in headers.get("accept", "")
             request = service.begin(model, asked, began, every=events)
         except Refusal as refusal:
+            service.refused(place["name"], refusal, began)
             return await refused(refusal)(scope, receive, send)
         watching = asyncio.ensure_future(until_gone(receive, request))
         try:
@@ -144,7 +146,7 @@ class Infer:
                     await response(scope, receive, send)
         finally:
             watching.cancel()
-        service.sent(model, request, 499 if request.left else status)
+        service.sent(model, request, LEFT if request.left else status)
 
     def response(self, model: Model, asked: Asked, request: ServedRequest) -> Response:
         try:
@@ -183,7 +185,9 @@ class Infer:
             return from_json(body, headers.get(JSON_LENGTH), model)
         async with self.reading:
             try:
-                image = await asyncio.to_thread(fitted, body, model.spec.shape, MOST_PIXELS, model.spec.part)
+                image = await asyncio.to_thread(
+                    fitted, body, model.spec.shape, MOST_PIXELS, model.spec.part, tuple(PICTURES.values())
+                )
             except Unreadable as error:
                 raise Refusal("wrong", f"the body cannot be read as a picture ({error})") from error
             except NestlingError as error:
@@ -198,9 +202,9 @@ class Infer:
 
 def read_once() -> None:
     """Pillow loads what it reads pictures with when the first one comes, whose deadline would pay for it: read one before."""
-    for kind in PICTURES:
+    for kind in PICTURES.values():
         file = io.BytesIO()
-        Image.new("RGB", (8, 8)).save(file, kind.partition("/")[2])
+        Image.new("RGB", (8, 8)).save(file, kind)
         fitted(file.getvalue(), (3, 4, 4))
 
 

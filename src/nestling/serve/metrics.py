@@ -56,9 +56,14 @@ class Metrics:
     def answered(self, model: str, request: ServedRequest, took: float, late: bool) -> None:
         """A request got its reply, with or without an answer."""
         self.duration.labels(model).observe(took)
-        begun = [ticket.began for ticket in request.tickets if ticket.began is not None]
+        begun = [  # since it came: work that is gone on with was begun before
+            at
+            for ticket in request.tickets
+            for at in (ticket.began, *(began for _, began, _ in ticket.ran))
+            if at is not None and at >= request.began
+        ]
         if begun:
-            self.queue.labels(model).observe(max(0.0, min(begun) - request.began))
+            self.queue.labels(model).observe(min(begun) - request.began)
         for stage in request.told:
             self.answers.labels(model, stage).inc()
         if late or not min(request.told):

@@ -34,6 +34,7 @@ MEMORY = 256 * 2**20  # bytes of state, of images that are being answered
 KEPT_BYTES = 64 * 2**20  # of answers that may be refined
 KEPT_SECONDS = 30.0
 RETIRING = 0.05  # seconds between two looks whether anybody still asks
+READING = 1.0  # seconds in which a request is read and submitted
 TOGETHER = 8  # images of the batch by which it is learnt what each further one costs
 
 
@@ -50,6 +51,8 @@ class Model:
         memory: int = MEMORY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.source = source
+        self.files = self.stamp()  # before they are read: what is written meanwhile is news
         runtime = source if isinstance(source, Runtime) else opened(source, device, threads)
         if not hasattr(runtime.engine, "join"):
             raise NestlingError(f"the engine {runtime.engine.name} cannot be served; open {name} with engine='eager'")
@@ -57,7 +60,7 @@ class Model:
             raise NestlingError(
                 f"{name} answers with no classes, which is all that is served; ask nestling.Runtime in Python"
             )
-        self.name, self.source, self.runtime, self.clock = name, source, runtime, clock
+        self.name, self.runtime, self.clock = name, runtime, clock
         self.spec, self.intake, self.pace = runtime.spec, runtime.intake, runtime.pace
         engine = cast(JoiningEngine, runtime.engine)
         self.learn_batches(engine)
@@ -112,6 +115,7 @@ class Model:
         """Close when nobody is asking any more: another model has taken this one's name."""
 
         def wait() -> None:
+            time.sleep(READING)
             while self.stages.scheduler.open:
                 time.sleep(RETIRING)
             self.close()
@@ -139,12 +143,13 @@ class KeptAnswers:
         self.found: OrderedDict[str, tuple[float, int, Sequence[Ticket]]] = OrderedDict()
         self.bytes = 0
 
-    def put(self, tickets: Sequence[Ticket]) -> str:
-        """Keep tickets, and the token for them; "" where they are too large to be kept or there is nothing to refine."""
+    def put(self, tickets: Sequence[Ticket], token: str = "") -> str:
+        """Keep tickets, and the token for them (a new one, if none is given); "" where they are too large to be kept or there is
+        nothing to refine."""
         size = sum(map(self.size, tickets))
         if size > self.most_bytes or all(ticket.final for ticket in tickets):
             return ""
-        token = f"{self.keeper}.{secrets.token_urlsafe(16)}" if self.keeper else secrets.token_urlsafe(16)
+        token = token or (f"{self.keeper}." if self.keeper else "") + secrets.token_urlsafe(16)
         self.found[token] = (self.clock() + self.seconds, size, tickets)
         self.bytes += size
         self.purge()

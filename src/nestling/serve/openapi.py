@@ -17,7 +17,7 @@ DEADLINE = {
     "schema": {"type": "number", "minimum": 0},
     "description": "milliseconds in which the answer must be back; the smaller of this and the parameter timeout counts",
 }
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "timeout": {"type": "integer", "minimum": 0, "description": "the deadline, in microseconds; 0 is none"},
@@ -60,6 +60,16 @@ INFER = {
         "outputs": {"type": "array", "items": WANTED},
     },
 }
+QUERY = [
+    {
+        "name": name,
+        "in": "query",
+        "required": False,
+        "schema": PARAMETERS["properties"][name],
+        "description": "as in the JSON of a request; of a picture, which has none",
+    }
+    for name in ("timeout", "confident", "prior", "refine")
+]
 ANSWER = {
     "type": "object",
     "required": ["model_name", "parameters", "outputs"],
@@ -99,7 +109,7 @@ def got(what: str, *codes: int, schema: Any = None, **more: Any) -> dict[str, An
 def document() -> dict[str, Any]:
     infer = {
         "summary": "Answer images by a deadline",
-        "parameters": [NAME, DEADLINE],
+        "parameters": [NAME, DEADLINE, *QUERY],
         "requestBody": {
             "required": True,
             "content": {
@@ -133,4 +143,6 @@ def document() -> dict[str, Any]:
         "/metrics": got("Prometheus' counters", 401),
     }
     title = {"title": "nestling", "version": __version__, "description": "Open Inference Protocol v2, with deadlines"}
-    return {"openapi": "3.1.0", "info": title, "paths": paths}
+    bearer = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+    anybody: list[dict[str, list[str]]] = [{}, {"token": []}]  # {}: where the server was given no token
+    return {"openapi": "3.1.0", "info": title, "paths": paths, "components": bearer, "security": anybody}

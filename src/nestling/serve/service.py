@@ -33,6 +33,7 @@ INPUT = "input"
 LONGEST = 10.0  # seconds: deadlines are at most this, and so is the time in which the server ends
 MOST_BYTES = 8 * 2**20  # of a request
 VERSION = "1"
+LEFT = 499  # the status of who has left before there was a reply
 OUTPUTS: dict[str, Callable[[Sequence[Answer]], Tensor]] = {
     "probabilities": lambda answers: np.stack([answer.probabilities for answer in answers]),
     "label": lambda answers: np.array([answer.label for answer in answers], np.int64),
@@ -146,6 +147,7 @@ class Service:
         if "confident" in asked.parameters and (isinstance(confident, bool) or not isinstance(confident, int | float)):
             raise Refusal("wrong", f"found confident={short(confident)}; expected a probability from 0 to 1")
         asked.flag("prior")
+        request = None
         try:
             again = isinstance(token, str) and token
             if again and (asked.images is None or model.kept.has(token)):
@@ -160,7 +162,8 @@ class Service:
             request.traceparent = asked.traceparent
             return request.submit(every)
         except (Refusal, Full) as error:
-            self.metrics.refused(model.name, full=isinstance(error, Full))
+            if again and request is not None:  # who is to come back finds what was kept
+                model.kept.put(request.tickets, token)
             if isinstance(error, Closed):
                 raise Refusal("ending", f"{model.name} is being opened anew; ask again") from error
             if isinstance(error, Full):
@@ -188,7 +191,12 @@ class Service:
             "confidence": min(answer.confidence for answer in answers),
             "elapsed_ms": round(1e3 * max(answer.elapsed for answer in answers), 3),
         }
-        if stage is None and asked.parameters.get("refine") and (token := model.kept.put(request.tickets)):
+        if (
+            stage is None
+            and not request.left
+            and asked.parameters.get("refine")
+            and (token := model.kept.put(request.tickets))
+        ):
             parameters["refine"] = token
         outputs = [(wanted, made(wanted, answers, model)) for wanted in asked.outputs or Wanted.all()]
         return Reply(model.name, asked.id, parameters, outputs)
@@ -198,13 +206,25 @@ class Service:
         request.handed()
         now = request.clock()
         took, late = now - request.began, now > request.deadline
-        self.metrics.answered(model.name, request, took, late)
+        if status != LEFT:
+            self.metrics.answered(model.name, request, took, late)
+        elif late:
+            self.metrics.missed.labels(model.name).inc()
         if self.traces is not None:
             self.traces.request(model.name, request, status)
         if self.log is not None:
             line = {"model": model.name, "status": status, "images": len(request.tickets), "stage": min(request.told)}
             trace = trace_of(request.traceparent)
             self.log({**line, "ms": round(1e3 * took, 3), "late": late, **({"trace": trace} if trace else {})})
+
+    def refused(self, name: str, refusal: Refusal, began: float) -> None:
+        """A request was not taken."""
+        if name in self.server.models:
+            self.metrics.refused(name, full=refusal.why == "full")
+        if self.log is not None:
+            took = 1e3 * (self.server.clock() - began)
+            line = {"model": name[:100], "status": refusal.reason.http, "ms": round(took, 3), "error": str(refusal)}
+            self.log(line)
 
 
 def read_token(file: str) -> str:

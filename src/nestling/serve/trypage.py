@@ -121,9 +121,12 @@ class TryPage:
 
     async def one(self, model: Model, image: np.ndarray[Any, Any]) -> None:
         began = self.service.server.clock()
-        with contextlib.suppress(Refusal):
-            asked = Asked(image, parameters={"prior": True}, limit=LOAD_DEADLINE)
+        asked = Asked(image, parameters={"prior": True}, limit=LOAD_DEADLINE)
+        try:
             request = self.service.begin(model, asked, began)
+        except Refusal as refusal:
+            return self.service.refused(model.name, refusal, began)
+        with contextlib.suppress(Refusal):
             async for _ in request.each_stage_async():
                 pass
             self.service.reply(model, asked, request)

@@ -16,6 +16,7 @@ async function get(path, options = {}) {
 }
 const model = () => models.find(each => each.name === $("model").value);
 const deadline = () => Math.round(10 * 10 ** (Number($("deadline").value) / 43.5)) / 10; // 1 to 199 ms
+const complain = error => { $("verdict").className = "bad"; $("verdict").textContent = error.message; };
 const tone = stage => `tone${Math.min(stage, 6)}`;
 
 function make(kind, text = "", name = "") {
@@ -124,6 +125,9 @@ async function ask(blob, alt) {
         const message = text.slice(0, end), found = JSON.parse(message.slice(message.indexOf("data: ") + 6));
         if (mine !== asked) return;
         if (found.error) throw new Error(found.error);
+        const said = Object.fromEntries(found.outputs.map(each => [each.name, each.data]));
+        if (model().classes[said.label[0]] !== said.class[0]) models = await (await get("try/models")).json(); // opened anew
+        if (mine !== asked) return;
         replies.push(found);
         $("stages").append(row(found));
       }
@@ -229,20 +233,23 @@ $("take").onclick = () => {
 };
 $("file").onchange = () => { if ($("file").files[0]) ask($("file").files[0], $("file").files[0].name); };
 
-$("model").onchange = () => choose();
+$("model").onchange = () => choose().catch(complain);
 $("deadline").oninput = () => { $("deadline-text").value = `${deadline()} ms`; };
 $("deadline").onchange = () => { if (last) ask(...last); };
 $("token-row").onsubmit = event => {
   event.preventDefault();
   sessionStorage.setItem("nestling-token", $("token").value);
-  begin();
+  begin().then(() => {
+    $("verdict").className = "";
+    $("verdict").textContent = "Nothing has been asked yet.";
+  }, complain);
 };
 $("busy").onchange = async () => {
   switching = true;
   try {
     await get(`try/busy/${encodeURIComponent(model().name)}?on=${$("busy").checked}`, { method: "POST" });
-  } catch (error) { $("verdict").textContent = error.message; }
+  } catch (error) { complain(error); }
   switching = false;
 };
 $("deadline").oninput();
-begin().then(look, error => { $("verdict").textContent = error.message; look(); });
+begin().then(look, error => { complain(error); look(); });
