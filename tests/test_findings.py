@@ -151,11 +151,11 @@ def test_settings_are_said_in_words() -> None:
 
 def test_the_page_is_what_the_results_say() -> None:
     """Made anew from results/ it is the same page. If this fails, results have come: run nestling paper findings."""
-    for name, marks in zip(PAGES, (4, 5, 1), strict=True):
+    for name, marks in zip(PAGES, (4, 5, 1, 1), strict=True):
         page = (ROOT / name).read_text(encoding="utf-8")
         assert filled(page, str(ROOT / "results")) == page
         assert len(MARK.findall(page)) == marks
-        if name == "docs/cost.md":  # which tells of logs, too: results/anytime-cost-h200.json
+        if name in ("docs/cost.md", "docs/nest.md"):  # which tell of other results, too
             continue
         outside = re.sub(r"```.*?```", "", MARK.sub("", page), flags=re.DOTALL)
         assert not re.findall(r"\d+\.\d+", outside.replace("README.md", "")), "figures stand between marks only"

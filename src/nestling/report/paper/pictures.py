@@ -117,7 +117,9 @@ def tradeoffs(views: Sequence[View], means: Sequence[Row], names: Sequence[str],
                     several = [p for p in each.points if p[2]]  # a single seed has no spread
                     if several:
                         at, to, spread, _ = zip(*several, strict=True)
-                        part.axes.errorbar(at, to, spread, fmt="none", ecolor=each.look.colour, elinewidth=1, capsize=2.5)
+                        part.axes.errorbar(
+                            at, to, spread, fmt="none", ecolor=each.look.colour, elinewidth=1, capsize=2.5
+                        )
                     draw(part, each.look, each.label, xs, ys, [p[3] for p in each.points])
             drawn = [point for each in found for point in each.points]
             lack = [each.label for each in found if not each.points and each.look != PAPER_LOOK]
