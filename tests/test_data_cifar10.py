@@ -32,8 +32,19 @@ from test_data_download import Site
 
 from nestling.data import MemorySplit, load
 from nestling.data.cifar10 import CIFAR10, FILE, MEAN, STD, Facts, cache, read, verify
-from nestling.data.cifar10_forms import BINARY, FORMS, PNG, PYTHON, Form, binary_batch, python_batch
-from nestling.data.cifar10_prepare import OFFICIAL, Archive, prepare
+from nestling.data.cifar10_forms import (
+    BINARY,
+    FORMS,
+    LABELS,
+    PNG,
+    PYTHON,
+    WEBP,
+    Form,
+    binary_batch,
+    python_batch,
+    write_webp,
+)
+from nestling.data.cifar10_prepare import OFFICIAL, Archive, pack, prepare
 from nestling.data.dataset import Images, channel_statistics
 from nestling.data.synthetic import make
 from nestling.errors import NestlingError
@@ -101,7 +112,7 @@ def png_files(images: Images) -> dict[str, bytes]:
     return files
 
 
-WRITERS = {"binary": binary_files, "python": python_files, "png": png_files}
+WRITERS = {"binary": binary_files, "python": python_files, "png": png_files, "webp": write_webp}
 
 
 def lay_out(folder: Path, files: dict[str, bytes]) -> Path:
@@ -147,6 +158,36 @@ def test_every_form_on_disk_becomes_the_same_prepared_file(form: Form, inside: b
     before = (tmp_path / FILE).stat()
     again = prepare(tmp_path, "auto", quiet, FACTS)
     assert again["from"] == str(tmp_path / FILE) and (tmp_path / FILE).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_what_is_packed_in_small_files_is_the_same_elsewhere_or_refused(tmp_path: Path) -> None:
+    lay_out(tmp_path / "here" / BINARY.folder, binary_files(SMALL))
+    prepare(tmp_path / "here", "folder", quiet, FACTS)
+    said = pack(tmp_path / "here", tmp_path / "there", FACTS)
+    folder = tmp_path / "there" / WEBP.folder
+    assert (said["packed"], said["files"]) == (str(folder), 25) and {file.name for file in folder.iterdir()} == {
+        *WEBP.files
+    }
+    prepare(tmp_path / "there", "folder", quiet, FACTS)
+    assert_small(tmp_path / "there")
+    (tmp_path / "there" / FILE).unlink()
+    other = folder / WEBP.files[1]
+    whole = other.read_bytes()
+    for content, why in (
+        ((folder / WEBP.files[0]).read_bytes(), "another sha256"),
+        (whole[:100], "01.webp cannot be read"),
+        (b"", "01.webp cannot be read"),
+    ):
+        other.write_bytes(content)
+        with pytest.raises(NestlingError, match=why):
+            prepare(tmp_path / "there", "folder", quiet, FACTS)
+    other.write_bytes(whole)
+    (folder / LABELS).write_text("[]")
+    with pytest.raises(NestlingError, match=r"labels\.json cannot be read"):
+        prepare(tmp_path / "there", "folder", quiet, FACTS)
+    other.unlink()
+    with pytest.raises(NestlingError, match="no complete form"):
+        prepare(tmp_path / "there", "folder", quiet, FACTS)
 
 
 def test_the_handwritten_official_batch_is_a_valid_one() -> None:

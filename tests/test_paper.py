@@ -149,6 +149,8 @@ def test_means_and_spread_by_hand() -> None:
     [found] = compare([row(7.0), row(8.0, seed=1), row(7.5, seed=2)])
     assert (found["error"], found["std"], found["n"], found["paper"], found["paper_std"]) == (7.5, 0.5, 3, 7.3, 0.3)
     assert not found["beyond"]
+    [two] = compare([row(6.22), row(6.75, seed=1)])
+    assert f"{two['std']:.2f}" == "0.37", "0.3748 rounded once"
     # two standard deviations: of one run against the paper's 0.3, then of two that differ by 0.2 (std 0.1414)
     for error, beyond in ((7.89, False), (7.91, True), (6.69, True), (6.71, False)):
         assert compare([row(error)])[0]["beyond"] is beyond
@@ -274,13 +276,13 @@ def test_a_table_by_hand() -> None:
         "greedy", "sgd", "osgd", "osgd, scope block", "normsgd", "osgd-norm",
     ]  # fmt: skip
     assert cell_texts(table, "osgd") == [
-        ("osgd", "", "n = 1, 200 epochs"), ("9.00", "▼", "paper 12.3±0.1"), ("–", "", "paper 8.9±0.2"),
+        ("osgd", "", "n = 1-2, 200 epochs"), ("9.00", "▼", "paper 12.3±0.1"), ("–", "", "paper 8.9±0.2"),
         ("6.20", "±\u00a00.28 ▼", "paper 7.3±0.3"),
     ]  # fmt: skip
     assert cell_texts(table, "greedy")[1:] == [
         ("–", "", "paper 10.2±0.1"), ("–", "", "paper 9.9±0.2"), ("–", "", "paper 9.2±0.2"),
     ]  # fmt: skip
-    assert "| osgd (n = 1, 200 epochs) | 9.00 ▼ (paper\u00a012.3±0.1) | – (paper\u00a08.9±0.2) |" in table_text(table)
+    assert "| osgd (n = 1-2, 200 epochs) | 9.00 ▼ (paper\u00a012.3±0.1) | – (paper\u00a08.9±0.2) |" in table_text(table)
 
 
 def test_gaps_to_independent_nets_by_hand() -> None:

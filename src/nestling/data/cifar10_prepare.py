@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from safetensors.torch import save
 
 from nestling.data.cifar10 import CIFAR10, CLASSES, FILE, Facts, cache, read, verify
-from nestling.data.cifar10_forms import BINARY, FORMS, PNG, PYTHON, Form
+from nestling.data.cifar10_forms import BINARY, FORMS, PNG, PYTHON, WEBP, Form, write_webp
 from nestling.data.dataset import Images, channel_statistics
 from nestling.data.download import Say, Show, digest, download, unseen
 from nestling.errors import NestlingError, nearest
@@ -156,6 +156,18 @@ def prepare(
         f"CIFAR-10 was not found ({reasons}). Put {', '.join(f.folder for f in FORMS)} or {archive.file} "
         f"into {search.root}, or give another folder with --root"
     )
+
+
+def pack(root: Path | None, to: Path, facts: Facts = CIFAR10) -> dict[str, object]:
+    """Write the prepared images into a folder cifar10-webp in `to`, from which `prepare` makes the same ones elsewhere."""
+    images, folder = read(root or cache(), facts), to / WEBP.folder
+    files = write_webp(images)
+    with saying(folder, 0, "nothing was packed"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    mib = round(sum(map(len, files.values())) / 2**20, 1)
+    return {"name": "cifar10", "packed": str(folder), "files": len(files), "mib": mib}
 
 
 def write(images: Images, path: Path, where: str) -> None:

@@ -96,7 +96,7 @@ def cost_axis(axes: Axes, values: Sequence[float], text: Callable[[float], str])
     if low > 0 and high / low > 5:
         axes.set_xscale("log")
         axes.set_xlim(low / (high / low) ** 0.1, high * (high / low) ** 0.1)
-        axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5) if high / low < 50 else (1, 3)))  # else labels touch
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_xlim(0 if low < 0.25 * high else None, high * 1.08)

@@ -90,7 +90,8 @@ def about_all(
     by_network = ", ".join(f"{network.partition('-')[0]} {each}" for network, each in known.items())
     sure = len(known) == len(networks) and all(each.n >= SURE for each in known.values())
     settled = verdict(whole, least) if sure else OPEN
-    return Claim(text, where, settled, f"{whole} over {len(known)} networks ({by_network})", seeds(known.values()))
+    numbers = f"{whole} over {len(known)} networks ({by_network})" if len(known) > 1 else by_network
+    return Claim(text, where, settled, numbers, seeds(known.values()))
 
 
 def seeds(found: Iterable[Estimate]) -> str:
@@ -102,13 +103,17 @@ def at_equal_cost(text: str, rows: Sequence[Row], nest: str, base: str, way: str
     """At each of the baseline's costs, the nest's best stage that costs no more."""
     gains: dict[str, Estimate] = {}
     for stage, (size, macs) in enumerate(sizes_of(base), start=1):
-        affordable = [at for at, (_, cost) in enumerate(sizes_of(nest), start=1) if cost <= 1.01 * macs]
-        mine = [errors(rows, nest, way, at) for at in affordable]
-        theirs = errors(rows, base, way, stage)
-        best = min((each for each in mine if each), key=lambda each: statistics.fmean(each.values()), default={})
-        found = difference(theirs, best)
-        if found is not None:
-            gains[size] = found
+        mine = {
+            (name, cost): errors(rows, nest, way, at)
+            for at, (name, cost) in enumerate(sizes_of(nest), start=1)
+            if cost <= 1.01 * macs
+        }
+        trained = {at: each for at, each in mine.items() if each}
+        best = min(trained, key=lambda at: statistics.fmean(trained[at].values()), default=None)
+        found = difference(errors(rows, base, way, stage), trained[best]) if best else None
+        if best is not None and found is not None:
+            share = best[1] / macs  # the nest may have no stage that costs as much
+            gains[size if share > 0.95 else f"{size} (by {best[0]}, {100 * share:.0f} % of its MACs)"] = found
     verdicts = {verdict(each) for each in gains.values()}
     settled = HOLDS if verdicts == {HOLDS} else NOT if NOT in verdicts else OPEN
     numbers = ", ".join(f"{size} {found}" for size, found in gains.items())

@@ -1,4 +1,4 @@
-"""`nestling paper findings`: the tables of docs/findings.md and docs/tables.md, from the rows in results/.
+"""`nestling paper findings`: the tables of docs/findings.md and the other PAGES, from what is in results/.
 
 In: a folder of results and pages that have marks, `<!-- NAME: made by nestling paper findings -->` to `<!-- end -->`. Out: the
 pages with every such part made anew. What stands outside the marks is a person's, and has no figures.
@@ -14,6 +14,7 @@ from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.claims import claims, claims_table, gains_table
 from nestling.report.paper.deadline_rows import read_studies
+from nestling.report.paper.own import own_table
 from nestling.report.paper.price import cost_table
 from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
 from nestling.studies.paper.constant import as_usual
@@ -27,7 +28,7 @@ TABLES = ("table1", "table2", "digits")
 MADE = "made by nestling paper findings"
 MARK = re.compile(rf"<!-- (?P<name>[a-z0-9-]+): {MADE} -->\n.*?<!-- end -->", re.DOTALL)
 DIGITS = ("width-digits", "depth-digits")
-PAGES = ("docs/findings.md", "docs/tables.md", "docs/cost.md")
+PAGES = ("docs/findings.md", "docs/tables.md", "docs/cost.md", "docs/nest.md")
 
 
 def write_findings(results: str, pages: Sequence[str] = PAGES) -> dict[str, str]:
@@ -56,6 +57,7 @@ def filled(text: str, results: str) -> str:
         "cifar10": lambda: joined([network_table(network, usual(rows)) for network in CIFAR10]),
         "variants": lambda: joined([variant_table(rows, network) for network in CIFAR10]),
         "cost": lambda: table_text(cost_table(every)),
+        "own": lambda: table_text(own_table(results)),
         "digits": lambda: joined([network_table(network, compare(rows)) for network in DIGITS]),
         "tiny": lambda: joined(tiny_tables(tiny)) or "Not trained.",
         "images": lambda: images(rows),

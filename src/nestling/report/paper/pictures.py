@@ -113,9 +113,13 @@ def tradeoffs(views: Sequence[View], means: Sequence[Row], names: Sequence[str],
             found = curves(view, means, names)
             for each in found:
                 xs, ys = [p[0] for p in each.points], [p[1] for p in each.points]
-                spread = [p[2] for p in each.points]
                 if xs:
-                    part.axes.errorbar(xs, ys, spread, fmt="none", ecolor=each.look.colour, elinewidth=1, capsize=2.5)
+                    several = [p for p in each.points if p[2]]  # a single seed has no spread
+                    if several:
+                        at, to, spread, _ = zip(*several, strict=True)
+                        part.axes.errorbar(
+                            at, to, spread, fmt="none", ecolor=each.look.colour, elinewidth=1, capsize=2.5
+                        )
                     draw(part, each.look, each.label, xs, ys, [p[3] for p in each.points])
             drawn = [point for each in found for point in each.points]
             lack = [each.label for each in found if not each.points and each.look != PAPER_LOOK]

@@ -67,8 +67,7 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error", be
             found[name, 0] = {}
     lines = []
     for (name, epochs), cells in sorted(found.items(), key=lambda each: rank(each[0][0])):
-        n = min((row["n"] for row in cells.values()), default=0)
-        about = f"n = {n}, {epochs} epochs" if n else "not trained"
+        about = f"n = {count_words([row['n'] for row in cells.values()])}, {epochs} epochs" if cells else "not trained"
         strategy = name.partition(" ")[0]
         numbers = [
             paper_number(network, strategy, stage, measure) if beside else None for stage, _ in enumerate(stages, 1)
@@ -80,7 +79,8 @@ def network_table(network: str, means: Iterable[Row], measure: str = "error", be
             )
         )
     columns = (Cell(f"{'top-5 ' * (measure == 'top5')}error in %"), *(Cell(size) for size, _ in stages))
-    return Table(network, columns, tuple(lines), name=f"{network}-{measure}", wide=True)
+    title = f"{network}, top-5" if measure == "top5" else network
+    return Table(title, columns, tuple(lines), name=f"{network}-{measure}", wide=True)
 
 
 def variants_table(network: str, means: Iterable[Row]) -> Table:
@@ -116,7 +116,8 @@ def gap_table(network: str, means: Iterable[Row]) -> Table | None:
     )
     columns = (Cell("points above the independent net"), *(Cell(size) for size, _ in sizes_of(network)))
     title = f"{network}: distance to the independent nets of the same size"
-    return Table(title, columns, body, folded=True, wide=True)
+    caption = "The independent nets are trained as the paper trains them, whatever the nest was trained with."
+    return Table(title, columns, body, caption, folded=True, wide=True)
 
 
 def rank(name: str) -> tuple[int, str]:

@@ -1,0 +1,80 @@
+"""What making a trained network anytime costs on CIFAR-10, three ways: a table for docs/nest.md, from results/own-h200.json.
+
+In: what `benchmarks/own_cifar.py` left, in sections of several calls. Out: the table, mean ± sample standard deviation over
+seeds of the last test errors. A run that was stopped says at which epoch; no epoch is chosen by its test error.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.report.content import Cell, Table
+
+FILE = "own-h200.json"
+NETWORK = 387.8  # millions of MACs
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line: what is said of it, and where its runs are."""
+
+    text: str
+    setting: str
+    section: str
+    name: str
+
+
+WAYS = (
+    Way("the network", "", "first", "network"),
+    Way("keep, undamped: distill=0.9, temperature 4, weights copied", "stripes=(0.25, 0.375)", "second", "keep"),
+    Way("keep, damped: weights drawn, later losses at a quarter", "stripes=(0.25, 0.375), multiple=8", "third", "keep, damped"),
+    Way("keep, damped: wider, later losses at half", "stripes=(0.3, 0.36), multiple=8", "fourth", "keep, damped"),
+    Way("stripes", 'nest(module, "w,w")', "stripes", "stripes"),
+    Way("exits, linear heads", "at=(0.25, 0.5)", "third", "exits"),
+    Way("exits, convolutional heads", 'at=(0.25, 0.5), head="conv"', "third", "exits, conv"),
+)  # fmt: skip
+
+
+def own_table(results: str) -> Table:
+    sections = json.loads((Path(results) / FILE).read_text(encoding="utf-8"))
+    heads = ("", "set", "errors of the stages, %", "M MACs until then", "of the network's", "epochs", "minutes", "n")
+    return Table(
+        "An ordinary network, made anytime",
+        tuple(map(Cell, heads)),
+        tuple(line(way, sections[way.section]) for way in WAYS),
+        "Errors at the last test of each run. Minutes are of a run with others beside it on the GPU, by itself it takes fewer.",
+        name="own",
+        words=2,
+        wide=True,
+    )
+
+
+def line(way: Way, section: Mapping[str, Any]) -> tuple[Cell, ...]:
+    macs: Sequence[float] = section["macs_millions"][way.name]
+    runs = [run for run in section["runs"] if run["way"] == way.name]
+    if not runs:  # only its table was kept
+        found, n, epochs = list(zip(section["error_mean"], section["error_deviation"], strict=True)), section["n"], "40"
+        minutes = f"{section['minutes']:.1f}"
+    else:
+        tested = min(max(map(int, run["test_error"])) for run in runs)
+        errors = zip(*(run["test_error"][str(tested)] for run in runs), strict=True)
+        found = [(statistics.fmean(stage), statistics.stdev(stage)) for stage in errors]
+        n, asked = len(runs), runs[0]["epochs"]
+        epochs = f"{asked}" if tested == asked else f"{tested} of {asked}"
+        took = [run["minutes"] for run in runs if "minutes" in run]
+        minutes = f"{statistics.fmean(took):.1f}" if took else "–"
+    said = " / ".join(f"{mean:.2f}" + (f" ± {spread:.2f}" if spread else "") for mean, spread in found)
+    shares = " / ".join(f"{100 * each / NETWORK:.1f}" for each in macs)
+    return (
+        Cell(way.text),
+        Cell(way.setting, code=bool(way.setting)),
+        Cell(said),
+        Cell(" / ".join(f"{each:.0f}" for each in macs)),
+        Cell(f"{shares} %"),
+        Cell(epochs),
+        Cell(minutes),
+        Cell(f"{n}"),
+    )
