@@ -276,6 +276,81 @@ def test_what_cannot_be_fitted_is_refused(wrong: Any, match: str, tmp_path: Path
     assert not (tmp_path / "mine").exists()
 
 
+def loader(pair: Pair, batch: int = 32, **how: Any) -> "DataLoader[Any]":
+    return DataLoader(TensorDataset(*pair), batch, **how)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda train, test: (train, floats(test)), "the training data are tensors with uint8 images.*in one form"),
+        (lambda train, test: (train, loader(test)), "the training data are tensors with uint8 images.*in one form"),
+        (lambda train, test: (loader(train), test), "the test data are tensors with uint8 images.*in one form"),
+        (lambda train, test: (loader(train), loader(test)), "inputs are torch.uint8.*computes in torch.float32"),
+        (lambda train, test: ((train[0].double(), train[1]), (test[0].double(), test[1])), "inputs are torch.float64"),
+        (lambda train, test: (floats(train), loader(floats(test), shuffle=True)), "test loader shuffles"),
+        (lambda train, test: (loader(floats(train), 999, drop_last=True), floats(test)), "loader gives no batch"),
+        (lambda train, test: (floats(train), loader(floats(test), 999, drop_last=True)), "test data give no batch"),
+        (lambda train, test: ((train[0].numpy(), train[1].numpy()), test), "are a tuple of ndarray, ndarray"),
+        (lambda train, test: ((train[0], train[1] - 1), test), "a target is class -1"),
+        (lambda train, test: ((train[0], train[1][:, None]), test), r"whole numbers of shape \(64, 1\)"),
+    ],
+)  # fmt: skip
+def test_data_that_would_be_misread_are_refused(wrong: Any, match: str, tmp_path: Path) -> None:
+    train, test = digits()
+    with pytest.raises(NestlingError, match=match):
+        nestling.fit(nested(), *wrong(train, test), out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+@pytest.mark.parametrize("form", ["TensorDataset", "int32", "uint8"])
+def test_the_same_data_in_other_forms_give_the_same_run(form: str, tmp_path: Path) -> None:
+    kinds = {"int32": torch.int32, "uint8": torch.uint8}
+    pairs = digits()
+    others: Any = [
+        TensorDataset(*pair) if form == "TensorDataset" else (pair[0], pair[1].to(kinds[form])) for pair in pairs
+    ]
+    runs = [
+        nestling.fit(nested(), *data, out=tmp_path / str(i), epochs=1, quiet=True, repeats=0)
+        for i, data in enumerate((pairs, others))
+    ]
+    assert runs[0].results["stages"] == runs[1].results["stages"] and runs[0].results["mean"] == runs[1].results["mean"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (nn.CrossEntropyLoss, r"is a class; hand over one of it, such as CrossEntropyLoss\(\)"),
+        (nn.CrossEntropyLoss(reduction="none"), r"a tensor of shape \(64,\); expected a scalar"),
+        (lambda found, y: 1.0, "gives a float; expected a scalar"),
+        (lambda found, y: found.detach().mean(), "no stage's loss depends on a parameter that trains"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(NestlingError, match=match):
+        nestling.fit(nested(), *digits(), loss=loss, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+def test_test_inputs_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    train, test = (floats(pair) for pair in digits())
+    test[0][3] = torch.nan
+    with pytest.raises(NestlingError, match="look for such numbers among the test inputs"):
+        nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+def test_a_single_setting_may_be_text(tmp_path: Path) -> None:
+    run = nestling.fit(nested(), *digits(), out=tmp_path, epochs=3, set="train.epochs=1", quiet=True, repeats=0)
+    assert len(run.read_log()) == 1
+
+
+def test_what_a_run_was_not_trained_with_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    run = nestling.fit(nested(), "digits", out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+    assert nestling.resolve(run, data="digits").recipe.data.name == "digits"  # as it was said when training
+    with pytest.raises(NestlingError, match="trained on digits, and is judged there, not on mine"):
+        nestling.resolve(run, data="mine.py:loaders")
+    with pytest.raises(NestlingError, match="build is for a network of your own"):
+        nestling.resolve("width-resnet42-cifar10", build=nested)
+
+
 SCRIPT = """
 import torch, nestling
 from pathlib import Path

@@ -210,6 +210,16 @@ def test_intersection_over_union_by_hand() -> None:
     assert float(found.errors[0]) == pytest.approx(1 / 3)
 
 
+def test_the_variance_that_is_left_is_of_each_number_around_its_own_mean() -> None:
+    """Two numbers far apart: who always says their means has learnt nothing, and leaves all of it."""
+    y = torch.stack([300 + torch.arange(8.0), torch.arange(8.0) / 10], 1)
+    means = y.mean(0).expand(8, 2)
+    found = examined_otherwise(iter([((means, y), y)]), "numbers", TrainRecipe())
+    assert found.errors.tolist() == pytest.approx([1, 0])
+    with pytest.raises(NestlingError, match="the 8 test targets are all the same"):
+        examined_otherwise(iter([((means,), means)]), "numbers", TrainRecipe())
+
+
 def test_targets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     images, labels = pictures()
     x, y = images[:64].float(), labels[:64].float()

@@ -70,7 +70,7 @@ class FolderSplit:
         loader: DataLoader[Any] = DataLoader(
             PictureFiles(self.files, self.size),
             batch_sampler=asked,
-            num_workers=self.workers,
+            num_workers=min(self.workers, cores()),
             collate_fn=together,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # its seed is not used, but torch's global one should not move either
@@ -102,6 +102,11 @@ def requests(order: list[int], seeds: list[int] | None, parts: Iterator[tuple[in
     """What to read for each batch; made one by one, since an epoch may have a million pictures."""
     for start, stop in parts:
         yield [(order[i], seeds[i] if seeds else None) for i in range(start, stop)]
+
+
+def cores() -> int:
+    """How many this process may use: torch warns of more workers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class PictureFiles(Dataset[tuple[int, Tensor | str]]):

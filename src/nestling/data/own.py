@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from nestling.data.dataset import DataSet, channel_statistics
 from nestling.data.split import Batch, MemorySplit, Split, check_batch, slices
@@ -41,42 +41,61 @@ def dataset(train: Any, test: Any, device: torch.device) -> DataSet:
     """Both parts as splits. Classes are named by the data (`.classes`, as in torchvision), or not at all."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    train, test = (part.tensors if isinstance(part, TensorDataset) else part for part in (train, test))
+    if isinstance(test, DataLoader) and isinstance(test.sampler, RandomSampler):
+        raise NestlingError(
+            "the test loader shuffles, so that no answer could be told to its picture; make it with shuffle=False"
+        )
     if is_pictures(train):
         mean, std = channel_statistics(train[0].cpu())
         std = tuple(max(value, 1 / 255) for value in std)  # a channel of one colour
     splits = [split_of(part, device, mean, std, name) for part, name in ((train, "training"), (test, "test"))]
-    x, _ = next(iter(splits[1].batches(1)))
+    if is_pictures(train) != is_pictures(test):
+        one, other = ("training", "test") if is_pictures(train) else ("test", "training")
+        raise NestlingError(
+            f"the {one} data are tensors with uint8 images, which are normalised here, and the {other} data are not; hand over "
+            "both in one form"
+        )
+    first = next(iter(splits[1].batches(1)), None)
+    if first is None:
+        raise NestlingError("the test data give no batch; hand over at least one sample")
     named = (
         getattr(part, "classes", ()) or getattr(getattr(part, "dataset", None), "classes", ()) for part in (train, test)
     )
     classes = next((tuple(map(str, names)) for names in named if names), ())
-    return DataSet("own", splits[0], splits[1], classes, mean, std, tuple(x.shape[1:]))
+    return DataSet("own", splits[0], splits[1], classes, mean, std, tuple(first[0].shape[1:]))
 
 
 def is_pictures(part: Any) -> bool:
-    return isinstance(part, tuple | list) and len(part) == 2 and part[0].dtype == torch.uint8 and part[0].dim() == 4
+    return is_pair(part) and part[0].dtype == torch.uint8 and part[0].dim() == 4
+
+
+def is_pair(part: Any) -> bool:
+    return isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(each, Tensor) for each in part)
 
 
 def split_of(part: Any, device: torch.device, mean: tuple[float, ...], std: tuple[float, ...], name: str) -> Split:
-    if isinstance(part, TensorDataset):
-        part = part.tensors
     if isinstance(part, DataLoader):
         return LoaderSplit(part, device, name)
     if isinstance(part, Dataset):
         return ItemSplit(part, device, name)
-    if isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(each, Tensor) for each in part):
-        inputs, targets = part[0], part[1]
+    if is_pair(part):
+        inputs, targets = part[0], whole(part[1])
         if len(inputs) != len(targets) or not len(inputs):
             raise NestlingError(
                 f"the {name} data have {len(inputs)} inputs and {len(targets)} targets; expected as many of both"
             )
-        if is_pictures(part) and not mean:
-            raise NestlingError("the test images are uint8 and those of training are not; hand over both in one form")
-        if mean:
+        if mean and is_pictures(part):
             centre, scale = (torch.tensor(value, device=device) for value in (mean, std))
             return MemorySplit(inputs.contiguous().to(device), targets.to(device), centre, scale)
         return TensorSplit(inputs.to(device), targets.to(device))
-    raise NestlingError(f"the {name} data are a {type(part).__name__}; {EXPECTED}")
+    inside = f" of {', '.join(type(each).__name__ for each in part[:3])}" if isinstance(part, tuple | list) else ""
+    raise NestlingError(f"the {name} data are a {type(part).__name__}{inside}; {EXPECTED}")
+
+
+def whole(targets: Tensor) -> Tensor:
+    """Classes as torch's losses take them, however narrow they lie in files."""
+    return targets if targets.is_floating_point() else targets.long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +172,17 @@ class LoaderSplit:
     def steps(self) -> int:
         """Batches of an epoch."""
         try:
-            return len(self.loader)
+            found = len(self.loader)
         except TypeError as error:
             raise NestlingError(
                 f"the {self.name} loader has no length; give it one (__len__), so that epochs end"
             ) from error
+        if not found:
+            raise NestlingError(
+                f"the {self.name} loader gives no batch: it has {len(self)} samples, batches of {self.loader.batch_size} and "
+                "drop_last; make its batches smaller"
+            )
+        return found
 
     @property
     def labels(self) -> Tensor:
@@ -184,7 +209,7 @@ def on_device(batch: Any, device: torch.device, name: str) -> Batch:
     x, y = batch
     if not isinstance(y, Tensor):
         raise NestlingError(f"the {name} data give targets of type {type(y).__name__}; expected a tensor of them")
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    return x.to(device, non_blocking=True), whole(y).to(device, non_blocking=True)
 
 
 def labels_of(items: Any, device: torch.device) -> Tensor:

@@ -46,6 +46,21 @@ def on_chip(batches: Iterator[Batch], weight: Tensor) -> Iterator[Batch]:
 
 
 @torch.no_grad()
+def check_inputs(net: NestedNet, x: Tensor) -> None:
+    """Refuse inputs of a number type that the network cannot take (some convert what they get)."""
+    kind = next(net.parameters()).dtype
+    try:
+        with evaluating(net):
+            net(x.to(next(net.parameters()).device))
+    except RuntimeError as error:
+        if x.dtype == kind:
+            raise
+        raise NestlingError(
+            f"the inputs are {x.dtype}, and the network computes in {kind} ({error}); convert them, such as by inputs.float()"
+        ) from error
+
+
+@torch.no_grad()
 def answers(net: NestedNet, split: Split, batch: int = 0) -> tuple[Tensor, Tensor]:
     """Logits (stages, N, classes) in float32 and labels (N), both on the split's device. On CUDA nothing waits: all is
     queued. `batch` 0: as many images as are quick, see `quick_batch`."""
@@ -102,6 +117,11 @@ def judge_otherwise(found: Examined, plan: Plan) -> dict[str, Any]:
 
 def judge(logits: Tensor, labels: Tensor, plan: Plan) -> dict[str, Any]:
     """Everything results.json says about the stages."""
+    if not bool(torch.isfinite(logits).all()):
+        raise NestlingError(
+            "an answer to the test data is no finite number, so there is no error to speak of; look for such numbers among the "
+            "test inputs"
+        )
     wrong = logits.argmax(2) != labels
     stages = []
     for index, stage in enumerate(plan.answering):

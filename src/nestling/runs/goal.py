@@ -7,6 +7,7 @@ function says. Knows no network and no file.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,36 +34,53 @@ def task_loss(train: TrainRecipe, numbers: bool) -> Callable[[Tensor, Tensor], T
     """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
     where they are numbers."""
     if train.loss:
-        return handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
+        own = handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
+        if isinstance(own, type):
+            raise NestlingError(f"the loss {train.loss} is a class; hand over one of it, such as {own.__name__}()")
+        return lambda found, y: scalar(own(found, y), train.loss)
     if numbers:
         return squared_error
     return lambda logits, labels: cross_entropy(logits, labels, train.smoothing)
 
 
+def scalar(loss: Any, name: str) -> Tensor:
+    """What a loss of the user's own gave, if one can learn from it."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise NestlingError(f"the loss {name} gives {found}; expected a scalar tensor, the mean over the batch")
+    return loss
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    expected = (len(logits), *logits.shape[2:])
+    if not labels.is_floating_point() and labels.shape != expected:
+        raise NestlingError(
+            f"the targets are whole numbers of shape {tuple(labels.shape)}, the network's output has {tuple(logits.shape)}; "
+            f"expected classes of shape {expected}, or numbers to hit: targets.float()"
+        )
     pixels = labels.dim() > 1 and not labels.is_floating_point()  # those below 0 do not count
     if pixels:
         labels = labels.clamp(min=-1)
     try:
         return F.cross_entropy(logits, labels, ignore_index=-1 if pixels else -100, label_smoothing=smoothing)
     except IndexError as error:  # on a CPU; on a GPU the process would be lost
-        raise beyond(int(labels.max()), logits.shape[1]) from error
+        raise beyond(labels, logits.shape[1]) from error
 
 
 def check_targets(split: Split, goal: str, answers: int) -> None:
     """Refuse classes that the network does not know, where all targets are at hand."""
-    if (
-        goal != NUMBERS
-        and isinstance(split, MemorySplit | TensorSplit)
-        and (most := int(split.labels.max())) >= answers
-    ):
-        raise beyond(most, answers)
+    if goal == NUMBERS or not isinstance(split, MemorySplit | TensorSplit):
+        return
+    if int(split.labels.max()) >= answers or (goal == CLASSES and int(split.labels.min()) < 0):
+        raise beyond(split.labels, answers)
 
 
-def beyond(target: int, answers: int) -> NestlingError:
+def beyond(labels: Tensor, answers: int) -> NestlingError:
+    """Refuses classes from an unknown one: the largest, or a negative one."""
+    most, least = int(labels.max()), int(labels.min())
     return NestlingError(
-        f"a target is class {target}, but the network answers with {answers} classes (0 to {answers - 1}); build it for all "
-        "of them, or say by loss and error what else its outputs are for"
+        f"a target is class {most if most >= answers else least}, but the network answers with {answers} classes (0 to "
+        f"{answers - 1}); build it for all of them, or say by loss and error what else its outputs are for"
     )
 
 
@@ -133,8 +151,19 @@ def examined_otherwise(found: Iterator[tuple[tuple[Tensor, ...], Tensor]], goal:
     else:
         each = torch.cat(wrong, 1)
         if goal == NUMBERS:
-            each = each / float(torch.cat([y for _, y in kept]).var(correction=0).clamp(min=1e-12))
+            each = each / variance(torch.cat([y for _, y in kept]))
     return Examined(goal, each.mean(1), loss, {"errors": each}, None if confusion is None else mean_iou(confusion))
+
+
+def variance(y: Tensor) -> float:
+    """Of targets around their means, each number's own: what an answer that is always the same would leave."""
+    found = float(y.var(0, correction=0).mean())
+    if not found > 0:
+        raise NestlingError(
+            f"the {len(y)} test targets are all the same or no finite numbers (their variance is {found:g}), so that no share "
+            "of it is left; hand over others, or an error of your own (error=)"
+        )
+    return found
 
 
 def own_errors(outputs: Tensor, y: Tensor, train: TrainRecipe) -> Tensor:

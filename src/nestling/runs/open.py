@@ -123,9 +123,19 @@ def resolve(
     `my_file.py:function`. Nothing that a folder names is run unless it was named here, or trained with in this process."""
     run = opened(source)
     if build:
+        if not run.recipe.network.own:
+            raise NestlingError(
+                f"{run.path} is of {run.recipe.network.name}, which comes with us; build is for a network of your own"
+            )
         hand_over(build, run.recipe.network.name)
-    if data:
-        hand_over(data, run.recipe.data.root)
+    theirs = run.recipe.data
+    if data and theirs.name == "own":
+        hand_over(data, theirs.root)
+    elif data and data not in (theirs.name, theirs.root):
+        raise NestlingError(
+            f"{run.path} was trained on {theirs.name}{' in ' + theirs.root if theirs.root else ''}, and is judged there, not on "
+            f"{data}; other data are for runs that were trained on a function's"
+        )
     return run
 
 

@@ -45,7 +45,7 @@ def fit(
     strategy: str = "osgd",
     way: str = "",
     build: UserFunction | str | None = None,
-    set: Sequence[str] = (),
+    set: Sequence[str] | str = (),
     resume: bool = False,
     seconds: float = inf,
     quiet: bool = False,
@@ -62,7 +62,7 @@ def fit(
     teacher: a module to learn from (with train.distill, 0.5 unless set), or a run's folder. Report and results show it, too.
     loss: of output and target, a mean over the batch; cross-entropy of classes and squared error of numbers if not given.
     error: of all outputs and targets, the error of each sample from 0 to 1, where they are neither classes nor numbers to hit.
-    set: any field of the recipe, such as ("train.weight_decay=0", "strategy.order=3,2,1").
+    set: any field of the recipe, such as ("train.weight_decay=0", "strategy.order=3,2,1"), or a single one as text.
     repeats: how often the stages (and the teacher) are timed afterwards, for the report; 0 = not.
     resume: go on with the run in `out`, which was stopped, by its own recipe.
     """
@@ -81,7 +81,7 @@ def fit(
             **taught_by(teacher, before.train.teacher if before else ""),
         ),
     )  # fmt: skip
-    recipe = override(before or recipe, set)
+    recipe = override(before or recipe, (set,) if isinstance(set, str) else set)
     with torch.random.fork_rng():  # training seeds torch for every epoch
         found = train_recipe(recipe, str(out), resume, command, quiet, seconds)
     run = resolve(OpenedRun(out))

@@ -81,6 +81,8 @@ class Training:
                 self.net.train()
             self.goal = goal_of(self.data.test, recipe.train)
             self.data = named_classes(self.data, self.net.plan, self.goal)
+            if self.data.name == "own":
+                evaluate.check_inputs(self.net, next(iter(self.data.test.batches(2)))[0][:2])
             self.optimizer = make_optimizer(self.net, recipe, self.device)
             self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)

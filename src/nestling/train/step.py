@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from nestling.errors import NestlingError
 from nestling.gradients import Accumulator
 from nestling.gradients.combiners import Report, make_combiner
 from nestling.gradients.combiners.greedy import Greedy
@@ -132,6 +133,11 @@ class Step:
                 logits = self.forward(x)
         if self.tasks is None:
             losses_now = stage_losses(logits, y, self.train, teacher, self.shares)
+            if not any(loss.requires_grad for loss in losses_now):
+                raise NestlingError(
+                    "no stage's loss depends on a parameter that trains; make the loss of the output by torch's operations, "
+                    "without detach() or item()"
+                )
             # A stage of which nothing trains has a loss but no gradient.
             self.source.add([loss if loss.requires_grad else None for loss in losses_now], final=fill)
             if fill:
