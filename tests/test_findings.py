@@ -1,6 +1,8 @@
 """What holds of the paper: differences seed by seed and verdicts by hand, and a page whose figures are those in results/."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from nestling.recipes.recipe import NetworkRecipe
 from nestling.report.paper.claims import at_equal_cost, claims, priorities
 from nestling.report.paper.findings import MARK, PAGES, filled, write_findings
 from nestling.report.paper.tables import coverage_table, network_table, words
+from nestling.report.paper.three_ways import FILE, own_table
 from nestling.runs.folder import shipped
 from nestling.runs.open import resolve
 from nestling.studies.paper.cards import seeds
@@ -100,7 +103,7 @@ def test_equal_cost_is_the_best_stage_that_costs_no_more() -> None:
     nest = rows("width-resnet42", "osgd", *[[9.0, 8.0, 5.0]] * 3)
     even = rows("even-resnet42", "osgd", *[[9.5, 8.5, 7.0, 6.0]] * 3)
     found = at_equal_cost("…", [*nest, *even], "width-resnet42", "even-resnet42")
-    by = ["w3 (by w2, 50 % of its MACs) −1.00 ± 0.00", "w4 (by w2, 30 % of its MACs) −2.00 ± 0.00"]
+    by = ["w3 (w2, 50 %) −1.00 ± 0.00", "w4 (w2, 30 %) −2.00 ± 0.00"]
     assert found.numbers == ", ".join(["w1 +0.50 ± 0.00", "w2 +0.50 ± 0.00", *by])
     assert (found.verdict, found.n) == ("does not hold", "3")
 
@@ -196,3 +199,19 @@ def test_a_card_says_what_all_seeds_of_its_recipe_do(name: str) -> None:
         said = of_seeds({"seeds": found})
         assert said.startswith("3 seeds of its recipe, on all test images: 8.20 ± 0.2") and said.endswith(" %; ")
     assert of_seeds({}) == ""
+
+
+def test_what_the_three_ways_cost_is_the_last_test_of_every_seed(tmp_path: Path) -> None:
+    """The epoch is the last one that all seeds were tested at, never the best."""
+    stored = json.loads((ROOT / "results" / FILE).read_text(encoding="utf-8"))
+    runs = [run for run in stored["third"]["runs"] if run["way"] == "keep, damped"]
+    at = {epoch: statistics.fmean(run["test_error"][epoch][1] for run in runs) for epoch in ("80", "100")}
+    assert at["80"] < at["100"]
+    lines = {cells[0].text: [cell.text for cell in cells] for cells in own_table(str(ROOT / "results")).rows}
+    damped = lines["keep, damped: weights drawn, later losses at a quarter"]
+    assert damped[2].split(" / ")[1].startswith(f"{at['100']:.2f} ±") and damped[5:] == ["100", "6.0", "3"]
+    assert lines["keep, damped: wider, later losses at half"][5] == "90 of 100"
+    runs[0]["test_error"]["100"][1] += 3
+    (tmp_path / FILE).write_text(json.dumps(stored))
+    changed = {cells[0].text: cells[2].text for cells in own_table(str(tmp_path)).rows}
+    assert changed[damped[0]].split(" / ")[1].startswith(f"{at['100'] + 1:.2f} ±")

@@ -113,7 +113,7 @@ def at_equal_cost(text: str, rows: Sequence[Row], nest: str, base: str, way: str
         found = difference(errors(rows, base, way, stage), trained[best]) if best else None
         if best is not None and found is not None:
             share = best[1] / macs  # the nest may have no stage that costs as much
-            gains[size if share > 0.95 else f"{size} (by {best[0]}, {100 * share:.0f} % of its MACs)"] = found
+            gains[size if share > 0.95 else f"{size} ({best[0]}, {100 * share:.0f} %)"] = found
     verdicts = {verdict(each) for each in gains.values()}
     settled = HOLDS if verdicts == {HOLDS} else NOT if NOT in verdicts else OPEN
     numbers = ", ".join(f"{size} {found}" for size, found in gains.items())
@@ -181,7 +181,8 @@ def claims_table(found: Sequence[Claim]) -> Table:
     )
     caption = (
         "Points of error by which the one is better than the other, mean of differences seed by seed ± their standard error "
-        "(over seeds; over networks where it says so); below zero it is worse. Settled: 95 % intervals, at least three seeds."
+        "(over seeds; over networks where it says so); below zero it is worse. At equal MACs: in brackets the nest's "
+        "stage that comes nearest, and its share of them. Settled: 95 % intervals, at least three seeds."
     )
     return Table("Claims", heads, lines, caption, name="claims", words=5, wide=True)
 

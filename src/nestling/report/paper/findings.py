@@ -14,9 +14,9 @@ from nestling.report.content import Table
 from nestling.report.markdown import table_text
 from nestling.report.paper.claims import claims, claims_table, gains_table
 from nestling.report.paper.deadline_rows import read_studies
-from nestling.report.paper.own import own_table
 from nestling.report.paper.price import cost_table
 from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
+from nestling.report.paper.three_ways import own_table
 from nestling.studies.paper.constant import as_usual
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
 from nestling.studies.paper.grid import trains

@@ -18,7 +18,7 @@ NETWORK = 387.8  # millions of MACs
 
 
 @dataclass(frozen=True)
-class Way:
+class OwnWay:
     """One line: what is said of it, and where its runs are."""
 
     text: str
@@ -28,13 +28,13 @@ class Way:
 
 
 WAYS = (
-    Way("the network", "", "first", "network"),
-    Way("keep, undamped: distill=0.9, temperature 4, weights copied", "stripes=(0.25, 0.375)", "second", "keep"),
-    Way("keep, damped: weights drawn, later losses at a quarter", "stripes=(0.25, 0.375), multiple=8", "third", "keep, damped"),
-    Way("keep, damped: wider, later losses at half", "stripes=(0.3, 0.36), multiple=8", "fourth", "keep, damped"),
-    Way("stripes", 'nest(module, "w,w")', "stripes", "stripes"),
-    Way("exits, linear heads", "at=(0.25, 0.5)", "third", "exits"),
-    Way("exits, convolutional heads", 'at=(0.25, 0.5), head="conv"', "third", "exits, conv"),
+    OwnWay("the network", "", "first", "network"),
+    OwnWay("keep, undamped: distill=0.9, temperature 4, weights copied", "stripes=(0.25, 0.375)", "second", "keep"),
+    OwnWay("keep, damped: weights drawn, later losses at a quarter", "stripes=(0.25, 0.375), multiple=8", "third", "keep, damped"),
+    OwnWay("keep, damped: wider, later losses at half", "stripes=(0.3, 0.36), multiple=8", "fourth", "keep, damped"),
+    OwnWay("stripes", 'nest(module, "w,w")', "stripes", "stripes"),
+    OwnWay("exits, linear heads", "at=(0.25, 0.5)", "third", "exits"),
+    OwnWay("exits, convolutional heads", 'at=(0.25, 0.5), head="conv"', "third", "exits, conv"),
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def own_table(results: str) -> Table:
     )
 
 
-def line(way: Way, section: Mapping[str, Any]) -> tuple[Cell, ...]:
+def line(way: OwnWay, section: Mapping[str, Any]) -> tuple[Cell, ...]:
     macs: Sequence[float] = section["macs_millions"][way.name]
     runs = [run for run in section["runs"] if run["way"] == way.name]
     if not runs:  # only its table was kept
