@@ -378,6 +378,23 @@ def test_events_have_a_message_for_every_stage(running: Running, right: np.ndarr
     assert said["raw"].startswith(b"event: error\ndata: ") and b"no stage" in said["raw"]
 
 
+def post(running: Running, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(running.http, timeout=30)
+    try:
+        connection.request("POST", path, body, headers or {})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_parameters_in_the_query_of_tensors_are_not_ignored_in_silence(running: Running) -> None:
+    path, body = f"/v2/models/{NAME}/infer", infer_json()
+    assert post(running, path, body)[0] == post(running, f"{path}?client=7", body)[0] == 200
+    status, said = post(running, f"{path}?timeout=20000&prior=true", body)
+    assert status == 400 and "found prior, timeout in the query" in said and "the body's parameters" in said
+
+
 @pytest.mark.parametrize("kind", ["json", "events", "grpc", "grpc stream"])
 def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model = running.service.server.model(NAME)

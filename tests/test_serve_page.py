@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,21 @@ def test_own_pictures_from_disk_and_drawn(opened: Any, tmp_path: Path) -> None:
     found.page.locator("#picture[alt='Your own picture']").wait_for(timeout=30_000)
     found.all_stages()
     assert found.unexpected() == []
+
+
+def test_only_the_servers_own_page_makes_it_busy(address: str) -> None:
+    def asked_from(origin: str) -> int:
+        headers = {"Origin": origin} if origin else {}
+        request = urllib.request.Request(f"{address}try/busy/{NAME}?on=false", b"", headers)
+        try:
+            with urllib.request.urlopen(request) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            assert "only this server's own page" in error.read().decode()
+            return error.code
+
+    assert [asked_from(origin) for origin in ("", address.rstrip("/"))] == [200, 200]
+    assert [asked_from(origin) for origin in ("https://elsewhere.example", "null", "http://localhost:1")] == [403] * 3
 
 
 def test_the_switch_makes_load_that_the_chart_shows(opened: Any) -> None:

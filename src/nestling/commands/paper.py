@@ -57,7 +57,7 @@ def command(
             (a small grid); all trains what is missing of CIFAR-10 and, where it is prepared, Tiny ImageNet, most valuable
             first, and counts rows of results whose run folders are gone; figures draws all tables and figures, findings writes
             the tables of docs/findings.md, tables.md, cost.md and nest.md from the results, profile measures the latency of
-            every network that has a finished run; pack puts what is needed to go on elsewhere (finished runs without their
+            every network with a finished run; pack puts what is needed to go on elsewhere (finished runs without their
             weights, checkpoints of those in progress) into a few small files, unpack brings it back and adds the rows.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default

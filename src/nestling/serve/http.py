@@ -181,7 +181,13 @@ class Infer:
 
     async def understood(self, model: Model, headers: Headers, body: bytes, scope: Scope) -> Asked:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        query = QueryParams(scope["query_string"])
         if kind not in PICTURES:
+            if ignored := sorted({"id", *openapi.PARAMETERS["properties"]} & set(query)):
+                raise Refusal(
+                    "wrong",
+                    f"found {', '.join(ignored)} in the query; beside tensors they stand in the body's parameters",
+                )
             return from_json(body, headers.get(JSON_LENGTH), model)
         async with self.reading:
             try:
@@ -192,7 +198,6 @@ class Infer:
                 raise Refusal("wrong", f"the body cannot be read as a picture ({error})") from error
             except NestlingError as error:
                 raise Refusal("unknown form", str(error)) from error
-        query = QueryParams(scope["query_string"])
         known = {"true": True, "false": False}
         parameters: dict[str, Any] = {name: known.get(value, value) for name, value in query.items()}
         if "confident" in parameters:

@@ -16,6 +16,7 @@ class Reason:
 REASONS = {
     "wrong": Reason(400, "INVALID_ARGUMENT"),
     "unknown client": Reason(401, "UNAUTHENTICATED"),
+    "another page": Reason(403, "PERMISSION_DENIED"),
     "not here": Reason(404, "NOT_FOUND"),
     "too slow": Reason(408, "CANCELLED"),
     "too large": Reason(413, "RESOURCE_EXHAUSTED"),

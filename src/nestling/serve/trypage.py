@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nestling.errors import NestlingError
+from nestling.runtime.inputs import short
 from nestling.serve.model import Model
 from nestling.serve.refusal import Refusal
 from nestling.serve.service import Asked, Service
@@ -97,6 +98,11 @@ class TryPage:
         return {**self.service.metrics.summary(model.name, self.service.server.clock()), "busy": busy}
 
     async def busy(self, request: Request, model: Model) -> Any:
+        origin = request.headers.get("origin", "")
+        if origin and origin.partition("//")[2] != request.headers.get("host"):  # a browser says who asks
+            raise Refusal(
+                "another page", f"found a request from {short(origin)}; only this server's own page makes it busy"
+            )
         on = request.query_params.get("on") == "true"
         if running := self.loads.pop(model.name, None):
             running.cancel()
