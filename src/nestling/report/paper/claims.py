@@ -182,7 +182,7 @@ def claims_table(found: Sequence[Claim]) -> Table:
     caption = (
         "Points of error by which the one is better than the other, mean of differences seed by seed ± their standard error "
         "(over seeds; over networks where it says so); below zero it is worse. At equal MACs: in brackets the nest's "
-        "stage that comes nearest, and its share of them. Settled: 95 % intervals, at least three seeds."
+        "best stage that takes no more, and its share of them. Settled: 95 % intervals, at least three seeds."
     )
     return Table("Claims", heads, lines, caption, name="claims", words=5, wide=True)
 

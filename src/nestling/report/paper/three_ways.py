@@ -30,7 +30,8 @@ class OwnWay:
 WAYS = (
     OwnWay("the network", "", "first", "network"),
     OwnWay("keep, undamped: distill=0.9, temperature 4, weights copied", "stripes=(0.25, 0.375)", "second", "keep"),
-    OwnWay("keep, damped: weights drawn, later losses a quarter", "stripes=(0.25, 0.375), multiple=8", "third", "keep, damped"),
+    OwnWay("keep, damped: weights drawn, later losses at a quarter", "stripes=(0.25, 0.375), multiple=8", "third",
+           "keep, damped"),
     OwnWay("keep, damped: wider, later losses at half", "stripes=(0.3, 0.36), multiple=8", "fourth", "keep, damped"),
     OwnWay("stripes", 'nest(module, "w,w")', "stripes", "stripes"),
     OwnWay("exits, linear heads", "at=(0.25, 0.5)", "third", "exits"),
