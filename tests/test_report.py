@@ -24,6 +24,7 @@ from nestling.recipes.recipe import Recipe
 from nestling.report.content import spread_cell
 from nestling.report.families import Family, Spread, families, spread
 from nestling.report.figures import training as figures
+from nestling.report.figures.panel import error_axis, panel
 from nestling.report.records import Answers, Run, find, read
 from nestling.report.study import Study, study
 from nestling.report.theme import LIGHT, inline
@@ -84,6 +85,22 @@ def test_the_page_and_the_markdown_show_the_headline(runs: Path, written: dict[s
     error = f"{100 * results(runs / 'sgd-0')[2]['error']:.2f}"
     assert f"<td>{error}" in Path(written["report"]).read_text()
     assert error in Path(written["markdown"]).read_text()
+
+
+def test_a_page_speaks_of_what_is_on_it(runs: Path, written: dict[str, Any], tmp_path: Path) -> None:
+    """A single nest has no independent nets beside it, no spread and no best."""
+    told = ("independent net", "Oracle_All", "standard deviation", "bold is the best")
+    whole = Path(written["report"]).read_text()
+    assert all(words in whole for words in told)
+    alone = Path(report.command((str(runs / "sgd-0"),), out=str(tmp_path / "report.html"))["report"]).read_text()
+    assert not [words for words in told if words in alone]
+
+
+def test_the_highest_mark_has_room() -> None:
+    with panel() as drawn:
+        drawn.axes.plot([1, 2], [0.58, 0.48], marker="o")
+        error_axis(drawn.axes, [0.0])
+        assert drawn.axes.get_ylim() == pytest.approx((0, 1.05 * 0.58))
 
 
 def test_the_deadline_study_is_in_the_answer(written: dict[str, Any]) -> None:

@@ -26,6 +26,11 @@ class Subject:
         return tuple(run for family in self.families for run in family.runs)
 
     @property
+    def alone(self) -> bool:
+        """Whether there is any independent network to speak of."""
+        return any(family.alone for family in self.families)
+
+    @property
     def mains(self) -> tuple[Family, ...]:
         """The families that are not merely another one's baseline."""
         bases = [family.baseline(self.families) for family in self.families]

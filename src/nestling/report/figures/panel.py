@@ -107,6 +107,7 @@ def cost_axis(axes: Axes, values: Sequence[float], text: Callable[[float], str])
 def error_axis(axes: Axes, errors: Sequence[float]) -> None:
     """A y axis of errors: from zero, unless that would press all of them into the upper part."""
     axes.set_ylim(bottom=0 if min(errors) < 0.4 * max(errors) or max(errors) == 0 else max(0, axes.get_ylim()[0]))
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.05 * axes.dataLim.y1))  # room for the highest mark
     percent_axis(axes)
 
 

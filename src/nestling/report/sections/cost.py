@@ -29,8 +29,9 @@ def cost(about: Subject) -> Section:
                 figures.error_against(family, base, clocked, time_text, "median latency", about.looks, name, caption)
             )
     intro = Text(
-        "A nest gives all its answers in one run, each reusing the work before it. The independent nets (dotted) give "
-        "one answer each: which of them to run must be known beforehand."
+        "A nest gives all its answers in one run, each reusing the work before it."
+        + " The independent nets (dotted) give one answer each: which of them to run must be known beforehand."
+        * about.alone
     )
     blocks = [*pictures(drawn), *latency_table(about), *unmeasured(about)]
     return Section("cost", "What an answer costs", (intro, *blocks) if blocks else ())

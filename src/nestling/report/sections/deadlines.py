@@ -10,10 +10,14 @@ from nestling.report.words import listed, percent, plural, time_text
 
 def deadlines(about: Subject) -> Section:
     intro = Text(
-        "Every test image must be answered by a deadline. An anytime network gives the latest answer that is ready; "
-        "an independent network gives its one answer or none, and without an answer there is only a random guess. "
-        "Oracle_All uses the one independent net that is best for all images at that deadline, Oracle_Each foresees how "
-        "long every net will take on every image: neither can be built."
+        "Every test image must be answered by a deadline. An anytime network gives the latest answer that is ready"
+        + "; an independent network gives its one answer or none" * about.alone
+        + ", and without an answer there is only a random guess."
+        + (
+            " Oracle_All uses the one independent net that is best for all images at that deadline, Oracle_Each foresees how "
+            "long every net will take on every image: neither can be built."
+        )
+        * about.alone
     )
     drawn: list[Picture | None] = []
     tables: list[PageBlock] = []

@@ -19,18 +19,25 @@ def headline(about: Subject) -> Section:
         if any(run.results for run in family.runs):
             blocks.append(headline_table(family))
     unjudged = [run for run in about.runs if not run.results]
-    if blocks:
-        blocks.append(
-            Text(
-                "± is the sample standard deviation over n runs; small print under an error is the difference to the "
-                "independent net of the same size, in points; bold is the best nest of a column."
-            )
-        )
+    if signs := meanings(about):
+        blocks.append(Text(f"In these tables {'; '.join(signs)}."))
     remedy = (
         "These runs have not finished: nestling train --resume RUN goes on with one, and what is left out here follows."
     )
     blocks += lacking(unjudged, "results yet", remedy)
     return Section("headline", "Error per stage", tuple(blocks))
+
+
+def meanings(about: Subject) -> list[str]:
+    """What the signs in the tables mean, those that are there."""
+    said = []
+    if any(line.seeds() > 1 for family in about.families for line in family.lines):
+        said.append("± is the sample standard deviation over n runs")
+    if about.alone:
+        said.append("small print under an error is the difference to the independent net of the same size, in points")
+    if any(len(family.judged_nests) > 1 for family in about.families):
+        said.append("bold is the best nest of a column")
+    return said
 
 
 def beside_original(run: Run) -> Table:
