@@ -36,7 +36,8 @@ MEMORY = 64 * 2**20  # bytes of state kept for unfinished answers
 HANDING = 30e-6  # seconds from the end of a stage until its answer is in the caller's hands
 PARTS = 3  # a batch is cut so that its first part needs at most this part of the time
 FORMING_GAIN = 0.2
-FAR_TOO_LONG = 100  # times what all stages take: who gives a deadline like this may mean milliseconds
+FAR_TOO_LONG = 100  # times what all stages take: who gives a deadline like this may mean milliseconds,
+MILLISECONDS = 0.5  # which are seldom fewer than this
 MOST_TOGETHER = 64  # images that go through a stage together
 
 
@@ -299,7 +300,7 @@ class Anytime:
         if self._warned or limit == inf:
             return
         full = sum(timing.base for timing in self.pace.steps)
-        if full * FAR_TOO_LONG >= limit or not all(self.pace.base):  # 0: not known yet
+        if limit < max(MILLISECONDS, full * FAR_TOO_LONG) or not all(self.pace.base):  # 0: not known yet
             return
         self._warned = True
         warnings.warn(
