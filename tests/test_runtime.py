@@ -1401,6 +1401,9 @@ def test_a_stage_may_be_told_never_to_be_sure_enough() -> None:
 def test_a_deadline_that_may_have_meant_milliseconds_is_warned_of_once() -> None:
     runtime, _ = timed(0.001, 0.001, pace=Pace([0.001, 0.001]))
     with runtime:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runtime.answer(image(), deadline=0.4)  # nobody means 0.4 ms
         with pytest.warns(UserWarning, match=r"deadline of 5 seconds .* 2 ms .* write 0.005 for 5 ms") as warned:
             runtime.answer(image(), deadline=5)
         assert warned[0].filename == __file__
