@@ -329,10 +329,16 @@ class SlowToEnd(Where):
             raise
 
 
+def by_ourselves(runtime: Anytime) -> None:
+    """As on a machine where no other program wants a processor."""
+    runtime.worker.processor.crowded = lambda: False  # type: ignore[method-assign]
+    runtime.worker.processor.waited = lambda: (0.0, 0)  # type: ignore[method-assign]
+
+
 def test_who_is_told_to_end_is_told_as_much_sooner_as_that_takes() -> None:
     runtime, engine = where(0.1, 3.0, pace=Pace([0.1, 0.01]))
     engine = runtime.engine = runtime.worker.engine = SlowToEnd(engine.seconds)
-    runtime.worker.processor.crowded = lambda: False  # type: ignore[method-assign]
+    by_ourselves(runtime)
     with runtime:
         late = []
         for _ in range(24):
@@ -344,11 +350,20 @@ def test_who_is_told_to_end_is_told_as_much_sooner_as_that_takes() -> None:
         assert np.median(late[16:]) < engine.ENDS / 2
 
 
+def test_stages_that_are_sure_to_be_in_time_are_begun_where_they_could_not_be_ended_any_more() -> None:
+    runtime, engine = where(0.005, 0.005, 0.005, pace=Pace([0.005, 0.005, 0.005]))
+    by_ourselves(runtime)
+    with runtime:
+        runtime.pace.ends[False].extend([0.2] * 16)  # longer than the whole deadline
+        for late in (0.01, None):
+            assert runtime.answer(image(), deadline=0.15, late=late).stage == 3
+
+
 def test_where_ending_is_no_sooner_than_finishing_the_first_stage_goes_on() -> None:
     """Told to end at the deadline it would come later than by itself, and with nothing."""
     runtime, engine = where(0.1, pace=Pace([0.1]))
     engine = runtime.engine = runtime.worker.engine = SlowToEnd(engine.seconds)
-    runtime.worker.processor.crowded = lambda: False  # type: ignore[method-assign]
+    by_ourselves(runtime)
     with runtime:
         promise = runtime._promise(LATE)
         for _ in range(12):
