@@ -351,7 +351,7 @@ def test_who_is_told_to_end_is_told_as_much_sooner_as_that_takes() -> None:
 
 
 def test_stages_that_are_sure_to_be_in_time_are_begun_where_they_could_not_be_ended_any_more() -> None:
-    runtime, engine = where(0.005, 0.005, 0.005, pace=Pace([0.005, 0.005, 0.005]))
+    runtime, _ = where(0.005, 0.005, 0.005, pace=Pace([0.005, 0.005, 0.005]))
     by_ourselves(runtime)
     with runtime:
         runtime.pace.ends[False].extend([0.2] * 16)  # longer than the whole deadline
