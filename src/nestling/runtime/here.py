@@ -35,7 +35,8 @@ def stages_here(worker: "Worker", image: ImageWork, work: Work, promise: Promise
         likely = pace.quantile(stage, HOPE, straight)
         fits = likely <= left + A_LITTLE
         sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
-        certain = sure and sum(pace.overruns(stage, left, straight)) == 0  # none took so long lately
+        # Too late to be ended in time, but none took so long lately:
+        certain = sure and by <= now and sum(pace.overruns(stage, left, straight)) == 0
         room = left if soon or certain else min(left, by - now)
         hopeless = not sure and (soon or (easy and likely >= 0) or likely > room)  # NaN: not known
         if not first and left < inf and (hopeless or not worker.beginnings.goes_on(stage - 1, room, price)):
@@ -47,8 +48,7 @@ def stages_here(worker: "Worker", image: ImageWork, work: Work, promise: Promise
         alone = image.tried == "first" and fits  # whoever is interrupted then has nothing less to give
         guarded = not soon and left < inf and engine.stops and not (pace.crowded and alone)
         patient = first and fits and (easy or pace.may_be_in_time(stage, by - now, left + A_LITTLE, straight, price))
-        patient = patient or (certain and by <= now)
-        until = image.deadline + likely if patient else by
+        until = image.deadline + likely if patient or certain else by
         if guarded and until <= now and not easy:
             break
         if guarded:
