@@ -230,7 +230,7 @@ def test_its_part_of_the_grid_stands_beside_no_number_of_the_papers(root: Path, 
     shown = tiny_tables(read_results(str(tmp_path / "results")))
     assert [table.title for table in shown] == [
         "width-resnet50",
-        "width-resnet50",
+        "width-resnet50, top-5",
         "width-resnet50, with something changed",
     ]
     assert shown[1].columns[0].text == "top-5 error in %"
