@@ -85,17 +85,19 @@ class Opened:
             place,
         )
 
-    def all_stages(self) -> None:
-        """Until the page shows an answer of all three: beside other programs 199 ms may be too short, and it is asked again."""
-        third = self.page.locator("#stages li").nth(2)
+    def answered(self, there: Any) -> None:
+        """Until the page shows this: beside other programs 199 ms may be too short even for stage 1, and it is asked again."""
         for _ in range(10):
             try:
-                return third.wait_for(timeout=3_000)
+                return there.wait_for(timeout=3_000)
             except Exception as error:  # playwright's, which may not be installed
                 if type(error).__name__ != "TimeoutError":
                     raise
                 self.deadline(100)
-        raise AssertionError(f"never three stages; the page says {self.page.locator('#verdict').inner_text()!r}")
+        raise AssertionError(f"no such answer; the page says {self.page.locator('#verdict').inner_text()!r}")
+
+    def all_stages(self) -> None:
+        self.answered(self.page.locator("#stages li").nth(2))
 
     def unexpected(self) -> list[str]:
         """What it complained about, but for a question that came too late."""
@@ -249,7 +251,7 @@ def test_after_a_reload_bars_have_the_new_classes(opened: Any) -> None:
     found.deadline(100)
     page.evaluate("models[0].classes = models[0].classes.map(() => 'old')")
     page.locator("#samples button").first.click()
-    page.locator("#stages .bar").first.wait_for(timeout=30_000)
+    found.answered(page.locator("#stages .bar").first)
     said = page.locator("#stages .bar span:first-child").all_inner_texts()
     assert said and "old" not in said
 
