@@ -26,7 +26,7 @@ class Handle:
 class EngineApart:
     """Runs the stages of a network by its name. For one thread at a time."""
 
-    most, stops, jumps = 0, True, False
+    most, stops, jumps, places = 0, True, False, 1
 
     def __init__(self, source: str) -> None:
         spawn = multiprocessing.get_context("spawn")

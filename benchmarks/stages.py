@@ -137,7 +137,7 @@ def summary(times: list[list[float]]) -> dict[str, Any]:
 class Instant:
     """An engine whose stages take no time: what is left of a question is handing it over and back."""
 
-    name, stages, row_bytes, most, stops, jumps, beside = "instant", 1, 1, 0, True, False, False
+    name, stages, row_bytes, most, stops, jumps, places = "instant", 1, 1, 0, True, False, 1
 
     def start(self, x: Floats) -> None: ...
 

@@ -174,7 +174,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Nothing:
-    name, stages, row_bytes, most, stops, jumps = "nothing", 2, 1, 0, True, False
+    name, stages, row_bytes, most, stops, jumps, places = "nothing", 2, 1, 0, True, False, 1
 
     def start(self, x: Floats) -> None: ...
 

@@ -118,13 +118,13 @@ class Anytime:
     # --- one image -----------------------------------------------------------------------------------------------
 
     def answer(
-        self, x: Any, *, deadline: float | None = None, confident: Sure = None, late: float | None = LATE
+        self, x: Any, *, deadline: float | None = None, confident: Sure = None, late: float | None = None
     ) -> Answer:
         """The best Answer to an image (C,H,W) within `deadline` seconds (None: the last stage's).
 
         `confident` is the probability at which an answer is sure enough to be final, for all stages or one per stage
         (nestling.runtime.confidence finds them). `late` is the share of answers that may come more than 0.3 ms after their
-        deadline, which is kept whatever the load; None promises nothing, and the answer comes as soon as it can.
+        deadline, which is kept whatever the load; None promises no share, and begins what is usually in time.
         """
         began = self.clock()
         self._check_open()
@@ -202,9 +202,10 @@ class Anytime:
             image.deadline = end - min(HANDING, limit / 5) if limit < inf else inf
             if self.worker.run_here(image, work, promise, due):
                 answer = self._form(image, began)
-                if promise.late is not None and 0 < limit < inf:
+                if 0 < limit < inf:
                     now, interrupted = self.clock(), image.waited > NOTICED
-                    promise.observe(now - end - A_LITTLE, image.tried, interrupted)
+                    if promise.late is not None:
+                        promise.observe(now - end - A_LITTLE, image.tried, interrupted)
                     if image.told < now and not interrupted:
                         self.pace.ended(now - image.told)
                 return answer
@@ -269,8 +270,10 @@ class Anytime:
             image, limit, began = ImageWork(inf), self.pace.base[0] / 4, self.clock()
             self._answer(image, Work([image], self.intake.one(black)), began, limit, Promise())
         self.answer_batch(np.stack([black] * 4))
-        timer = self._promise(LATE).timer
-        timer.value = max(timer.value, wakeups(self.clock))
+        most = wakeups(self.clock)
+        for late in (LATE, None):
+            timer = self._promise(late).timer
+            timer.value = max(timer.value, most)
 
     def _held_out(self) -> Outcomes:
         """What is known of images the network was not trained on; where a runtime knows that, it says it here."""

@@ -1,8 +1,8 @@
 """What runs stages: the contract between the deadline's worker and ONNX Runtime, eager torch or a CUDA graph.
 
-An engine is used by one thread at a time. State is opaque to everybody else and goes back to its engine when nothing
-refers to it any more. A step that is told to stop raises Abandoned as soon as it can, and leaves the state it was given
-usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
+An engine is used by as many threads at a time as it has `places`, mostly one. State is opaque to everybody else and goes
+back to its engine when nothing refers to it any more. A step that is told to stop raises Abandoned as soon as it can, and
+leaves the state it was given usable; an engine that cannot stop in the middle just finishes. Knows no deadline.
 """
 
 import time
@@ -73,6 +73,10 @@ class Engine(Protocol):
     @property
     def jumps(self) -> bool:
         """Whether the first step of an image may be any stage: D_s at once, sooner than the stages one by one."""
+
+    @property
+    def places(self) -> int:
+        """How many threads may run steps at the same time, each on a core of its own."""
 
     def start(self, x: Floats) -> EngineState:
         """State before stage 1 of normalised images (n,C,H,W)."""

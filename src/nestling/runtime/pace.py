@@ -8,6 +8,7 @@ takes as long whatever is interrupted, and comes the oftener the longer one work
 """
 
 import math
+import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
@@ -164,9 +165,10 @@ class Timing:
 class Waits:
     """How often those who worked had to wait for a processor lately, and how long each time."""
 
-    __slots__ = ("lengths", "runs", "seen", "times", "worked")
+    __slots__ = ("lengths", "lock", "runs", "seen", "times", "worked")
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # of who writes; whoever reads needs none
         self.runs: deque[tuple[float, int]] = deque()  # seconds worked, how many times they waited
         self.worked, self.times = 0.0, 0  # of all these
         self.seen: deque[float] = deque(maxlen=KEPT)  # seconds: how long turns are changes seldom
@@ -184,31 +186,34 @@ class Waits:
 
     def add(self, worked: float, waited: float, times: int) -> None:
         times = max(1, times) if waited > NOTICED else 0
-        old = self.runs.popleft() if len(self.runs) >= RUNS else (0.0, 0)
-        self.runs.append((worked, times))
-        self.worked, self.times = self.worked + worked - old[0], self.times + times - old[1]
-        if times:
-            self.seen.append(waited / times)
-            order = sorted(self.seen)
-            self.lengths = [order[(2 * place + 1) * len(order) // (2 * LENGTHS)] for place in range(LENGTHS)]
+        with self.lock:
+            old = self.runs.popleft() if len(self.runs) >= RUNS else (0.0, 0)
+            self.runs.append((worked, times))
+            if times:  # first: whoever finds that it happens looks how long it takes
+                self.seen.append(waited / times)
+                order = sorted(self.seen)
+                self.lengths = [order[(2 * place + 1) * len(order) // (2 * LENGTHS)] for place in range(LENGTHS)]
+            self.worked, self.times = self.worked + worked - old[0], self.times + times - old[1]
 
 
 class Recently:
     """The last runs of a stage as multiples of what was predicted, in order of time and of length. Read without a lock."""
 
-    __slots__ = ("order", "seen")
+    __slots__ = ("lock", "order", "seen")
 
     def __init__(self, before: int) -> None:
+        self.lock = threading.Lock()  # of who writes
         self.seen: deque[float] = deque([1.0] * before)
         self.order = [1.0] * before
 
     def add(self, multiple: float) -> None:
-        order = self.order.copy()  # whoever reads meanwhile finds a whole list
-        if len(self.seen) >= KEPT:
-            del order[bisect_left(order, self.seen.popleft())]
-        self.seen.append(multiple)
-        insort(order, multiple)
-        self.order = order
+        with self.lock:
+            order = self.order.copy()  # whoever reads meanwhile finds a whole list
+            if len(self.seen) >= KEPT:
+                del order[bisect_left(order, self.seen.popleft())]
+            self.seen.append(multiple)
+            insort(order, multiple)
+            self.order = order
 
     def quantile(self, share: float) -> float:
         order = self.order

@@ -3,7 +3,7 @@
 `late` is the share of answers that may come after their deadline. Three things are moved by what happened: how much longer
 than usual a stage is reckoned to take before it is taken for sure, how much before the deadline D_s must usually be done, and
 how much worse late is than nothing. Each moves back with every answer in time, and on with a late one once more were late
-than was promised, whatever the reason (Budget). `late=None` promises nothing: be soon.
+than was promised, whatever the reason (Budget). `late=None` promises no share: nobody is careful then.
 """
 
 import math
@@ -15,7 +15,7 @@ from nestling.runtime.bell import Bell
 from nestling.runtime.prompt import Promptly
 
 TRIED = ("sure", "guarded", "first", "jump")
-LATE = 0.01  # of answers, unless the caller says otherwise
+LATE = 0.01  # of answers, where callers wait for others, and of refined ones
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
 RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
@@ -25,9 +25,9 @@ FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 class Promise:
     """The feedback of one promise. Times are seconds."""
 
-    def __init__(self, late: float | None = LATE) -> None:
+    def __init__(self, late: float | None = None) -> None:
         self.late = late
-        share = late or 0.5
+        share = late or LATE
         self.timer = Margin(share)  # for callers that sleep until their deadline
         # An answer of the caller's own thread is late for one of three reasons, which share what is promised.
         self.budget = Budget(share)

@@ -183,7 +183,7 @@ class Waiting:
 
     def learn(self) -> None:
         """An answer is on its way out: how long that took after its timer was due is what the margin must cover."""
-        if self.rang is not None and self.promise.late is not None:
+        if self.rang is not None:
             self.promise.timer.observe(self.clock() - self.rang)
         self.rang = None
 

@@ -1,10 +1,10 @@
 """The worker: decides which stage is run next, and runs it in the caller's thread or in one of its own.
 
-In: works, groups of images that have the same stages behind them. A caller who finds nobody else runs the stages of its image
-itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has least goes first, everybody gets stage
-1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be in time is not started while others
-wait; one that runs although its time is up ends at the next layer once others come. States of unfinished images are kept for
-later, the newest `keep` of them. Callers of the thread never wait for a stage: they look at `image.best` when their time is up.
+In: works, groups of images that have the same stages behind them. A caller who finds a place in the engine (lane.py), and nobody
+who waits, runs the stages of its image itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has
+least goes first, everybody gets stage 1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be
+in time is not started while others wait; one whose time is up ends at the next layer once others come. States of unfinished
+images are kept, the newest `keep`. Callers never wait for a stage of the thread: they look at `image.best` when time is up.
 """
 
 import heapq
@@ -22,8 +22,8 @@ from nestling.runtime.beginning import Beginnings
 from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
-from nestling.runtime.guard import Guard
 from nestling.runtime.here import stages_here
+from nestling.runtime.lane import Lane
 from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
 from nestling.runtime.processor import Processor
@@ -50,10 +50,8 @@ class Worker:
         self.engine, self.pace, self.keep, self.clock = engine, pace, max(1, keep), clock
         self.prepare = prepare or (lambda x, first: x)
         self.beginnings = beginnings or Beginnings(pace)
-        self.engine_lock = threading.Lock()  # of who runs a stage; taken before `lock`, never while holding that
-        self.here = 0  # the thread that runs stages itself, if any
-        self.guard, self.processor = Guard(clock), Processor()
-        self.wait = CALM  # for a processor, of the stage that was run last
+        self.lanes = [Lane(clock) for _ in range(engine.places)]
+        self.processor = Processor()
         self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
@@ -64,8 +62,8 @@ class Worker:
         self.order = itertools.count()
         self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
         self.parked_images = self.begun_images = 0
-        self.running: Work | None = None
-        self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
+        self.mine: Work | None = None  # what the thread runs
+        self.freed, self.wants = Bell(), False  # a lane; whether the thread waits for that
         self.closing = False
         self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
         self.thread.start()
@@ -89,21 +87,28 @@ class Worker:
                 work.rest()
                 return
             self.push(work)
-            running = self.running
-            if running is not None and (running.deadline() <= self.clock() or self.keeps_out(work)):
-                running.stop.set()
+            self.end_expired()
+            if (lane := self.in_the_way(work)) is not None:
+                lane.busy_until = -inf
+                lane.end()
         self.bell.ring()
 
-    def keeps_out(self, work: Work) -> bool:
-        """Whether a later stage, or D_s at once, takes so long that those who came meanwhile could not all have a first one."""
+    def in_the_way(self, work: Work) -> Lane | None:
+        """The lane whose later stage, or D_s at once, takes so long that not all who came meanwhile could have a first one."""
+        longest = max(self.lanes, key=lambda lane: lane.busy_until)
+        if work.done or longest.busy_until == -inf:
+            return None
         by = min(work.deadline(), *(image.due for image in work.images))
-        return not work.done and self.busy_until + len(self.fresh) * self.pace.quantile(1, USUAL) > by
+        open_now = [lane for lane in self.lanes if lane.busy_until == -inf]
+        free = self.clock() if open_now else min(lane.busy_until for lane in self.lanes)
+        firsts = len(self.fresh) * self.pace.quantile(1, USUAL) / max(1, len(open_now))
+        return longest if free + firsts > by else None
 
-    def make_room(self) -> None:
+    def make_room(self, lane: Lane) -> None:
         """Raise Abandoned where a stage that is about to begin would keep out somebody who came just now."""
         if self.fresh:
             with self.lock:
-                if self.fresh and self.keeps_out(self.fresh[0][-1]):
+                if self.fresh and self.in_the_way(self.fresh[0][-1]) is lane:
                     raise Abandoned
 
     def resume(self, image: ImageWork, deadline: float) -> Work | None:
@@ -121,75 +126,96 @@ class Worker:
         """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
         machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
         ends that was just asked for again, and is begun anew."""
-        running = self.running
-        costs = bool(self.fresh or self.begun) or self.pace.drag > BUSY
-        if running is not None and costs and running.deadline() <= self.clock():
-            running.stop.set()
+        if self.fresh or self.begun or self.pace.drag > BUSY:
+            self.end_expired()
 
     def cancel(self, images: Sequence[ImageWork]) -> None:
         """Nobody wants more of these images."""
         now = self.clock()
         for image in images:
             image.deadline = min(image.deadline, now)
-        running = self.running
-        if running is not None and running.deadline() <= now:
-            running.stop.set()
+        self.end_expired()
+
+    def end_expired(self) -> None:
+        """What runs although nobody has time for it any more."""
+        now = self.clock()
+        for lane in self.lanes:
+            running = lane.running
+            if running is not None and running.deadline() <= now:
+                running.stop.set()
 
     def close(self) -> None:
-        """End the running stage, the thread and the engine. Waiting callers are told, and answer with what they have."""
+        """End the running stages, the thread and the engine. Waiting callers are told, and answer with what they have."""
         if os.getpid() != self.process:
             return  # the thread, the engine and perhaps the lock are those of the process that this one was forked from
         with self.lock:
             if self.closing:
                 return
             self.closing = True
-            if self.running is not None:
-                self.running.stop.set()
+            for lane in self.lanes:
+                lane.end()
         self.bell.ring()
+        self.freed.ring()
         if self.thread is not threading.current_thread():
             self.thread.join()
-        self.guard.close()
+        own = next((lane for lane in self.lanes if lane.here == threading.get_ident()), None)
+        for lane in self.lanes:
+            lane.guard.close()
+            if lane is not own:
+                lane.lock.acquire()  # for good: whoever was there has gone
         self.processor.close()
-        if self.here != threading.get_ident():  # a signal's handler may close what its own thread is running
-            with self.engine_lock:
-                self.engine.close()
+        if own is None:
+            self.engine.close()
+        else:
+            own.closes = True  # a signal's handler may close what its own thread is running
 
     # --- in the caller's thread ----------------------------------------------------------------------------------
 
     def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
         overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait until it is due."""
-        if not self.engine_lock.acquire(blocking=False):
+        lane = self.free_lane()
+        if lane is None:
             work.running = False
-            self.leave(image, work, promise, due)
-            return False
+            return self.leave(image, work, promise, due)
         turn = True
         try:
-            if not (self.fresh or self.begun or self.late or self.closing):
-                self.here, self.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
-                turn = stages_here(self, image, work, promise)
+            if not (self.fresh or self.begun or self.late or self.closing):  # where many wait, one at a time is sooner
+                lane.here, lane.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
+                turn = stages_here(self, lane, image, work, promise)
             else:
                 turn = self.closing
         finally:
-            self.here, self.running, work.running = 0, None, False
-            if self.closing:
-                self.engine.close()
-            self.engine_lock.release()
+            work.running = False
+            self.release(lane)
             if turn:
                 with self.lock:
                     if image.final:
                         work.forget()
                     else:
                         self.park(work)
-        if not turn:
-            self.leave(image, work, promise, due)
-        return turn
+        return turn or self.leave(image, work, promise, due)
 
-    def leave(self, image: ImageWork, work: Work, promise: Promise, due: float) -> None:
+    def leave(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Let the thread go on with what a caller did not run itself."""
         image.due = due
         image.deadline = min(image.deadline, due if image.best[0] else promise.patient(due, image.deadline))
         self.submit(work)
+        return False
+
+    def free_lane(self) -> Lane | None:
+        for lane in self.lanes:
+            if lane.lock.acquire(blocking=False):
+                return lane
+        return None
+
+    def release(self, lane: Lane) -> None:
+        lane.here, lane.running = 0, None
+        if lane.closes:
+            self.engine.close()
+        lane.lock.release()
+        if self.wants:
+            self.freed.ring()
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
@@ -273,7 +299,7 @@ class Worker:
             with self.lock:
                 self.closing = True
                 left = [entry[-1] for heap in (self.fresh, self.begun, self.late) for entry in heap]
-                left += [self.running] if self.running is not None else []
+                left += [self.mine] if self.mine is not None else []
                 for heap in (self.fresh, self.begun, self.late, self.parked):
                     heap.clear()
             for work in left:
@@ -286,26 +312,42 @@ class Worker:
         if not (self.fresh or self.begun or self.late or self.closing):
             self.bell.wait(inf)
             return True
-        with self.engine_lock:
+        lane = self.wait_for_lane()
+        if lane is None:
+            return False
+        try:
             with self.lock:
                 if self.closing:
                     return False
                 work = self.choose()
                 if work is None:
                     return True
-                self.running, work.running, work.stop = work, True, Stop()
-            while self.advance(work, self.stage_in_turn(work)) and self.alone(work):
+                self.mine, lane.running, work.running, work.stop = work, work, True, Stop()
+            while self.advance(lane, work, self.stage_in_turn(work)) and self.alone(work):
                 pass
             with self.lock:
                 work.running = False
                 if self.closing:
                     return False
-                self.running = None
+                self.mine = None
                 if all(image.final for image in work.images):
                     work.forget()
                 else:
                     self.push(work)
+        finally:
+            self.release(lane)
         return True
+
+    def wait_for_lane(self) -> Lane | None:
+        """None when it is time to go: whoever closes may have the only one itself."""
+        while not self.closing:
+            self.wants = True
+            lane = self.free_lane()
+            if lane is not None:
+                self.wants = False
+                return lane
+            self.freed.wait(inf)
+        return None
 
     def alone(self, work: Work) -> bool:
         """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
@@ -321,7 +363,7 @@ class Worker:
         endless = all(image.deadline == inf for image in work.images) and not (self.fresh or self.begun)
         return self.next_stage(work, inf) if endless else work.done + 1
 
-    def advance(self, work: Work, stage: int) -> bool:
+    def advance(self, lane: Lane, work: Work, stage: int) -> bool:
         """One stage of one work, and the news of it; False if it came to nothing."""
         straight = stage > work.done + 1
         try:
@@ -333,11 +375,11 @@ class Worker:
             work.pick = None
             began, before = self.clock(), self.processor.waited()
             if stage > 1:
-                self.busy_until = began + self.pace.predict(stage, len(work.images), straight)
-                self.make_room()
+                lane.busy_until = began + self.pace.predict(stage, len(work.images), straight)
+                self.make_room(lane)
             logits, work.state = self.engine.step(stage, work.state, work.stop)
         except Abandoned:
-            self.wait = self.waited(before)
+            lane.wait = self.waited(before)
             if straight:
                 work.forget()  # what was begun at once is begun anew, perhaps by stage 1
             return False
@@ -346,9 +388,9 @@ class Worker:
                 image.fail(error)
             return False
         finally:
-            self.busy_until = -inf
-        now, self.wait = self.clock(), self.waited(before)
-        self.pace.observe(stage, now - began, len(work.images), straight, self.wait)
+            lane.busy_until = -inf
+        now, lane.wait = self.clock(), self.waited(before)
+        self.pace.observe(stage, now - began, len(work.images), straight, lane.wait)
         work.done = stage
         publish(work.images, stage, stage == self.engine.stages, logits, now, self.recent)
         return True

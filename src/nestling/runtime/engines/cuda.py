@@ -29,6 +29,7 @@ class GraphEngine:
 
     name = "cuda graphs"
     stops = jumps = False
+    places = 1
 
     def __init__(
         self,

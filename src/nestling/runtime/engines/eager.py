@@ -50,6 +50,7 @@ class EagerEngine:
     most = 0
     stops = True
     jumps = False
+    places = 1
 
     def __init__(
         self,

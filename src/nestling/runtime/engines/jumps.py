@@ -37,6 +37,7 @@ class JumpEngine:
     def __init__(self, beginnings: Sequence[JoiningEngine]) -> None:
         self.beginnings = list(beginnings)
         self.stages, self.name, self.stops = beginnings[0].stages, beginnings[0].name, beginnings[0].stops
+        self.places = beginnings[0].places
         self.row_bytes = max(engine.row_bytes for engine in beginnings)
 
     def start(self, x: Floats) -> Begun:

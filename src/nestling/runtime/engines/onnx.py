@@ -9,6 +9,7 @@ spin against each other. Needs numpy and onnxruntime only.
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,10 @@ class OnnxEngine:
         return len(self.graphs)
 
     @property
+    def places(self) -> int:
+        return cores() if self.threads == 1 else 1
+
+    @property
     def row_bytes(self) -> int:
         return self.layout.bytes + BINDINGS
 
@@ -137,9 +142,11 @@ class OnnxEngine:
 
     def hold(self, images: int, done: int = 0) -> "SlotInUse":
         """A slot for so many images: one that is free, or a new one."""
-        for index, slot in enumerate(self.free):
+        for slot in self.free.copy():
             if slot.images == images:
-                return SlotInUse(self.free.pop(index), self.give_back, done)
+                with suppress(ValueError):  # another thread has just taken it
+                    self.free.remove(slot)
+                    return SlotInUse(slot, self.give_back, done)
         return SlotInUse(Slot(self.layout, images, self.answer, self.stages), self.give_back, done)
 
     def give_back(self, slot: "Slot") -> None:

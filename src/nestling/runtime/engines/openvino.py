@@ -24,6 +24,7 @@ class OpenVinoEngine:
     most = 0
     stops = True
     jumps = False
+    places = 1
 
     def __init__(self, graphs: Sequence[StageGraph], shapes: Mapping[str, tuple[int, ...]], threads: int = 1) -> None:
         """`shapes` are those of the values between stages, without the batch. threads=0: all cores."""

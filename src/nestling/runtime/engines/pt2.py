@@ -19,7 +19,7 @@ from nestling.runtime.engine import Floats, Stop
 class Pt2Engine:
     """Runs saved programs on the CPU."""
 
-    name, most, stops, jumps = "torch.export", 0, False, False
+    name, most, stops, jumps, places = "torch.export", 0, False, False, 1
 
     def __init__(self, programs: Sequence[Any], manifest: Manifest) -> None:
         self.programs = [program.module() for program in programs]
