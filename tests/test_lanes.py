@@ -120,6 +120,17 @@ def test_one_of_two_makes_room_for_those_who_could_have_nothing_otherwise() -> N
         assert all(each.result(LONG).final for each in running)
 
 
+def test_who_made_room_goes_on_also_where_nobody_waits_any_more() -> None:
+    """Told to end for others, whom somebody else has served by then; it has no deadline, so its last stage must come."""
+    engine = Gated()
+    with runtime_of(engine) as runtime, ThreadPoolExecutor(1) as pool:
+        first = held(engine, runtime, pool)
+        runtime.worker.lanes[0].end()
+        wait_until(lambda: [stage for stage, _, _ in engine.log].count(2) == 2)
+        engine.gate.set()
+        assert first.result(LONG).final
+
+
 def test_closing_ends_what_runs_and_whoever_waits_comes_back() -> None:
     engine = Gated(stages=1)  # the first stage is the last, and both go on until they are told
     runtime = runtime_of(engine)

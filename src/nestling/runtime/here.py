@@ -28,8 +28,8 @@ def stages_here(worker: "Worker", lane: "Lane", image: ImageWork, work: Work, pr
     easy = soon or (promise.budget.affords and engine.stops)  # one more may be late: no need to be careful
     pace.crowded = image.deadline < inf and worker.processor.crowded()
     by = image.deadline + A_LITTLE - pace.ending  # who is told to end by then is at most a little late
-    while not image.final and not work.stop.asked and (left := image.deadline - (now := worker.clock())) > 0:
-        if worker.fresh or worker.begun:
+    while not (image.final or worker.closing) and (left := image.deadline - (now := worker.clock())) > 0:
+        if work.stop.asked or worker.fresh or worker.begun:
             return False
         early, price = (0.0, 1.0) if easy else (promise.early.value, promise.price.value)
         stage, first = worker.next_stage(work, left - early, price), not image.best[0]
@@ -61,10 +61,11 @@ def stages_here(worker: "Worker", lane: "Lane", image: ImageWork, work: Work, pr
         done = worker.advance(lane, work, stage)
         rang = lane.guard.off() and guarded
         image.waited += lane.wait[0]
-        if not done and worker.fresh and image.deadline > worker.clock():  # stage 1 for everybody first
+        if not (done or rang or worker.closing) and image.deadline > worker.clock():  # stage 1 for everybody first
             return image.final
         if not done:
             image.told = until if rang else inf
             pace.gave_up(stage, min(worker.clock(), max(began, image.told)) - began, straight, lane.wait)
+        if rang or not done:
             break
     return True
