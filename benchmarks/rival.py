@@ -3,22 +3,59 @@
     python benchmarks/rival.py                                    # quiet; every contender answers 2,000 questions
     python benchmarks/rival.py --load busy --json results/rival-busy.json
     python benchmarks/rival.py --load bursts --deadlines unknown
+    python benchmarks/rival.py --table docs/runtime.md results/live-*.json
 
 What `nestling profile NAME --live` does (nestling.studies.live), with the deadlines and the number of questions of the figures
 in docs/runtime.md, and with provenance. One process, one thread each, blocks of questions in turn, a pause before each.
+`--table` measures nothing and writes the runs into a page.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from nestling.commands.profile import show
 from nestling.runs.provenance import provenance
 from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live, read_trace
+
+BEGIN, END = "<!-- benchmarks/rival.py --table writes from here -->", "<!-- to here -->"
+SHOWN = ("nest", "nest, 1 % late", "chooser", "one by one", "always 1", "always 2")
+ORDER = [("quiet", "known"), ("busy", "known"), ("bursts", "known"), ("quiet", "unknown")]
+KEPT = "width-resnet42-kept-cifar10"
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Errors in %, late and nothing in % of the questions; the best of each block in bold."""
+    first = runs[0]["own_errors"]["nest"]["by_deadline"]
+    ranges = " / ".join(f"{each['from_ms']:g}-{each['to_ms']:g}" for each in first)
+    lines = [
+        f"| network; load, deadlines | contender | late | nothing | strict, own errors | equal errors | own errors at {ranges} ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in sorted(runs, key=lambda run: (run["run"] != KEPT, ORDER.index((run["load"], run["deadlines"])))):
+        own, equal = run["own_errors"], run["equal_errors"]
+        names = [name for name in SHOWN if name in own]
+        least = min(round(100 * own[name]["strict"], 2) for name in names)
+        for place, name in enumerate(names):
+            row, strict = own[name], f"{100 * own[name]['strict']:.2f}"
+            strict = f"**{strict}**" if float(strict) == least else strict
+            what = f"{run['run']}; {run['load']}, {run['deadlines']}" if place == 0 else ""
+            parts = " / ".join(f"{100 * each['strict']:.1f}" for each in row["by_deadline"])
+            shares = " | ".join(f"{100 * row[key]:.1f}" for key in ("late", "nothing"))
+            lines.append(f"| {what} | {name} | {shares} | {strict} | {100 * equal[name]['strict']:.2f} | {parts} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, runs: Sequence[dict[str, Any]]) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table(runs)}\n\n{END}{after}"
 
 
 def main() -> None:
@@ -33,7 +70,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="a page, and the runs to write into it")
     options = parser.parse_args()
+    if options.table:
+        page, *files = options.table
+        runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        page.write_text(with_table(page.read_text(encoding="utf-8"), runs), encoding="utf-8")
+        return
     low, high = (ms / 1e3 for ms in options.span)
     trace = read_trace(options.trace) if options.trace else ()
     result = live(

@@ -15,7 +15,7 @@ NEXT = 0.8
 ROUNDING = 1e-9
 MOSTLY = 0.5  # who is late as often as that is not only a little late
 A_LITTLE = 0.3e-3  # seconds after the deadline by which an answer
-SLIGHTLY = 0.1  # loses so much of its worth; how often that may happen is the promise's business
+SLIGHTLY = 0.03  # loses so much of its worth; how often that may happen is the promise's business
 
 
 class Beginnings:

@@ -41,7 +41,7 @@ def stages_here(worker: "Worker", lane: "Lane", image: ImageWork, work: Work, pr
         sure = left == inf or pace.quantile(stage, USUAL, straight) * promise.caution.value <= left
         # Too late to be ended in time, but none took so long lately:
         certain = sure and by <= now and sum(pace.overruns(stage, left, straight)) == 0
-        room = left if soon or certain else min(left, by - now)
+        room = left if certain else min(left, by - now)
         hopeless = not sure and ((easy and likely >= 0) or likely > room)  # NaN: not known
         if not first and left < inf and (hopeless or not worker.beginnings.goes_on(stage - 1, room, price)):
             pace.skip(stage)

@@ -257,11 +257,12 @@ def other_processes(load: str) -> Iterator[None]:
 def ask_in_turn(
     contenders: dict[str, Contender], questions: int, limits: Sequence[float], seed: int
 ) -> dict[str, list[LiveQuestion]]:
-    """Blocks of every contender in turn, each with deadlines of its own from the same range, or with the same if they are given:
-    `limits` is a range, a tuple of two, or a list of deadlines."""
+    """Blocks of every contender in turn, in an order that is drawn anew each time: whoever comes after one that only sleeps finds
+    a slower machine. Each has deadlines of its own from the same range, or the same if they are given: `limits` is a range, a
+    tuple of two, or a list of deadlines."""
     chance, found = random.Random(seed), {name: list[LiveQuestion]() for name in contenders}
     for start in range(0, questions, BLOCK):
-        for name, ask in contenders.items():
+        for name, ask in chance.sample(sorted(contenders.items()), len(contenders)):
             for number in range(start, min(start + BLOCK, questions)):
                 time.sleep(PAUSE)
                 given = isinstance(limits, list)
