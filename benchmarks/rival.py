@@ -35,7 +35,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     first = runs[0]["own_errors"]["nest"]["by_deadline"]
     ranges = " / ".join(f"{each['from_ms']:g}-{each['to_ms']:g}" for each in first)
     lines = [
-        f"| network; load, deadlines | contender | late | nothing | strict, own errors | equal errors | own errors at {ranges} ms |",
+        f"| network; load, deadlines | contender | late | nothing | strict, own errors | equal errors | own at {ranges} ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: (run["run"] != KEPT, ORDER.index((run["load"], run["deadlines"])))):

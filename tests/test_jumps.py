@@ -333,3 +333,23 @@ def test_begun_states_are_the_engine_s_own_and_closing_closes_all() -> None:
 def test_engines_that_do_not_jump_answer_stage_by_stage() -> None:
     with nestling.Runtime("width-resnet42-cifar10", device="cpu", engine="eager") as runtime:
         assert not runtime.engine.jumps and runtime.answer(np.zeros(runtime.spec.shape, np.float32)).stage == 3
+
+
+def test_a_long_stage_that_is_mostly_interrupted_is_not_begun_though_short_ones_hardly_are() -> None:
+    """Who has just got the processor keeps it for a while: the rate of short stages says little of a long one."""
+    pace = Pace([1.0, 1.5, 2.5], jumps=[2.0, 4.0])
+    pace.crowded = True
+    beginnings = Beginnings(pace, [0.09, 0.07, 0.06], 0.9)
+    for number in range(200):
+        pace.observe(2, 2.0, straight=True)
+        if number % 10 == 0:
+            caught = number % 20 == 0
+            pace.observe(3, 4.0 + 4.0 * caught, straight=True, wait=(4.0, 1) if caught else (0.0, 0))
+    assert pace.waits[True].rate * 4.0 < 0.2  # as if one in six were
+    assert 0.35 < pace.overruns(3, 7.0, straight=True)[1] < 0.5 and beginnings.best(7.0) == 2
+    pace.crowded = False
+    assert beginnings.best(7.0) == 3
+    pace.crowded = True
+    for _ in range(64 * 64):
+        pace.skip(3, straight=True)  # nobody learns that the machine has become quiet
+    assert pace.overruns(3, 7.0, straight=True)[1] < 0.03

@@ -27,7 +27,9 @@ ENDED = 6  # of them are ended to see that, when a runtime is made
 ENDING = 0.3e-3  # seconds, until then
 MOST = 0.9  # of them
 MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes longer was stopped by others
-FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted
+FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted,
+FORGET_CAUGHT = 64  # and as not interrupted
+GUESS = 8  # runs that the guess from all stages counts for, where a stage's own runs tell how often it is interrupted
 Wait = tuple[float, int]  # seconds that a thread waited for a processor, and how many times
 CALM: Wait = (0.0, 0)
 
@@ -73,6 +75,7 @@ class Pace:
             timing.more = added if math.isnan(timing.more) else timing.more + GAIN * (added - timing.more)
             return
         timing.recent.add(latency / (predicted or latency))
+        timing.caught[self.crowded].add(wait[0] > NOTICED)
         timing.fastest = min(timing.fastest, latency)
         drag = math.log(latency / timing.fastest) - self._log_drag
         self._log_drag += GAIN * min(math.log(LIMIT), drag)
@@ -87,7 +90,9 @@ class Pace:
         """A stage on one image was told to end after so long. It counts as what those took that were not done by then either."""
         worked = after - wait[0]
         self.waits[self.crowded].add(worked, *wait)
-        recent, predicted = self.timing(stage, straight).recent, self.predict(stage, straight=straight)
+        timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
+        recent = timing.recent
+        timing.caught[self.crowded].add(wait[0] > NOTICED)
         if predicted:
             recent.add(recent.beyond(worked / predicted) or LONGER * worked / predicted)
 
@@ -111,6 +116,8 @@ class Pace:
         timing.skipped += 1
         if timing.skipped % FORGET == 0:
             timing.recent.add(1.0)
+        if timing.skipped % FORGET_CAUGHT == 0:
+            timing.caught[self.crowded].add(False)
 
     def predict(self, stage: int, images: int = 1, straight: bool = False) -> float:
         """What this stage will take. For a batch, until one was seen, an upper estimate: as if its images came one by one."""
@@ -131,14 +138,17 @@ class Pace:
         )
         if not predicted:
             return 0.0, 0.0
-        over, rate = timing.recent.over, waits.rate
-        if not rate:
+        over, rate, caught = timing.recent.over, waits.rate, timing.caught[self.crowded]
+        if not (rate or caught.times):
             return over(left / predicted), 0.0
+        # Who has just got the processor keeps it for a while, so long stages are interrupted more often than by their length.
         work = predicted * timing.recent.quantile(0.5)
-        chance, before, interrupted = 1.0, 0.0, 0.0  # of so many interruptions; to be late after one less; of all
-        own = over(left / predicted) * math.exp(-rate * work)
+        once = (caught.times + GUESS * (1 - math.exp(-rate * work))) / (len(caught.runs) + GUESS)
+        chance, before, interrupted = once, 0.0, 0.0  # of so many interruptions; to be late after one less; of all
+        own = over(left / predicted) * (1 - once)
         for times in range(1, TIMES + 1):
-            chance *= 1 - math.exp(-rate * max(0.0, work - (times - 1) * waits.between))
+            if times > 1:
+                chance *= 1 - math.exp(-rate * max(0.0, work - (times - 1) * waits.between))
             if not chance:
                 break
             longer = sum(over((left - times * length) / predicted) for length in waits.lengths) / LENGTHS
@@ -154,12 +164,27 @@ class Pace:
 class Timing:
     """What is known of one stage, or of one beginning."""
 
-    __slots__ = ("base", "fastest", "more", "recent", "skipped")
+    __slots__ = ("base", "caught", "fastest", "more", "recent", "skipped")
 
     def __init__(self, base: float) -> None:
         self.base, self.fastest, self.skipped = base, math.inf, 0
         self.more = math.nan  # what each further image of a batch adds; NaN = not seen yet
         self.recent = Recently(BEFORE if base else 0)
+        self.caught = {False: Caught(), True: Caught()}
+
+
+class Caught:
+    """How many of the last runs were interrupted."""
+
+    __slots__ = ("runs", "times")
+
+    def __init__(self) -> None:
+        self.runs: deque[bool] = deque()
+        self.times = 0
+
+    def add(self, interrupted: bool) -> None:
+        self.runs.append(interrupted)
+        self.times += interrupted - (self.runs.popleft() if len(self.runs) > KEPT else 0)
 
 
 class Waits:
