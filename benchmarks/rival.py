@@ -25,7 +25,7 @@ from nestling.runs.provenance import provenance
 from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live, read_trace
 
 BEGIN, END = "<!-- benchmarks/rival.py --table writes from here -->", "<!-- to here -->"
-SHOWN = ("nest", "nest, 1 % late", "chooser", "one by one", "always 1", "always 2")
+SHOWN = ("nest", "nest, soon", "chooser", "one by one", "always 1", "always 2")
 ORDER = [("quiet", "known"), ("busy", "known"), ("bursts", "known"), ("quiet", "unknown")]
 KEPT = "width-resnet42-kept-cifar10"
 

@@ -14,14 +14,17 @@ from nestling.runs.latency import load_profile
 def test_the_demo_trains_times_and_reports_and_does_nothing_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = demo.command(str(tmp_path), epochs=1, workers=1, repeats=3)
+    found = demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8)
     names = [name for name, _ in demo.runs(1)]
     assert len(names) == 12 and Path(found["report"]).read_text().count("<section") > 5
     profiles = [load_profile(RunDir(tmp_path / name)) for name in names]
     assert {(each.engine, each.threads, len(each.trace)) for each in profiles} == {("onnxruntime", 1, 3)}
     said = capsys.readouterr().err
     assert "training on the digits: 12 of 12" in said and "timing every stage: 12 of 12" in said, "there is no terminal"
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.json")}
+    page = Path(found["report"]).read_text()
+    asked = json.loads((tmp_path / "live.json").read_text())
+    assert asked["load"] == "bursts" and asked["own_errors"]["nest"]["n"] == 8 and 'id="live"' in page
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "live.json", *tmp_path.glob("*/*.json"))}
     assert json.loads((tmp_path / names[0] / "provenance.json").read_text())["command"] == "nestling demo"
-    demo.command(str(tmp_path), epochs=1, workers=1, repeats=3)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.json")} == before
+    demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8)
+    assert {path: path.stat().st_mtime_ns for path in before} == before

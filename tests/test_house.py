@@ -37,6 +37,7 @@ SPEAKERS = {"errors.py", "train/progress.py"}
 # set; a class, where each entry of one registry has its own.
 SHARED_FILES = {
     "answers.py": {"report/figures", "report/sections"},
+    "choosing.py": {"report/figures", "report/sections"},
     "cifar10.py": {"data", "recipes"},
     "cost.py": {"report/figures", "report/sections"},
     "deadlines.py": {"report/figures", "report/sections"},

@@ -16,7 +16,7 @@ from rich.console import Console
 from test_export import stirred
 
 import nestling
-from nestling.commands import profile
+from nestling.commands import profile, report
 from nestling.errors import NestlingError
 from nestling.nets import build
 from nestling.recipes.recipe import NetworkRecipe
@@ -130,7 +130,7 @@ def test_an_answer_that_comes_late_or_not_at_all_is_worth_nothing() -> None:
 def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
     found = profile.command("width-resnet42-cifar10", live=True, load="busy", deadlines=deadlines, questions=3)
     names = ["nest", "chooser", "always 1", "always 2", "always 3", "bare timer"]
-    assert sorted(found["own_errors"]) == sorted([*names, "nest, 1 % late" if deadlines == "known" else "one by one"])
+    assert sorted(found["own_errors"]) == sorted([*names, "nest, soon" if deadlines == "known" else "one by one"])
     assert found["rival_errors"] == [0.0899, 0.0625, 0.0499] and found["errors"] == [0.0794, 0.0662, 0.0596]
     for kind in ("own_errors", "equal_errors"):
         assert all(row["n"] == 3 and 0.04 < row["strict"] <= 0.9 for row in found[kind].values())
@@ -228,3 +228,14 @@ def running(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b'{"own_errors": {}, "equal_errors": {}, "load": "quiet"}', b"\xff"]
+)
+def test_a_report_takes_live_comparisons_and_nothing_else(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "live.json").write_bytes(content)
+    with pytest.raises(NestlingError, match="is no live comparison; make one: nestling profile NAME --live --json"):
+        report.command((), str(tmp_path / "report.html"), (str(tmp_path / "live.json"),))
+    with pytest.raises(NestlingError, match="cannot read"):
+        report.command((), str(tmp_path / "report.html"), (str(tmp_path / "none.json"),))

@@ -425,7 +425,7 @@ def test_the_first_stage_is_always_tried() -> None:
 def test_a_stage_that_cannot_be_stopped_is_left_to_the_workers_thread() -> None:
     runtime, engine = where(0.01, 1.0, stops=False, pace=Pace([0.01, 0.13]))
     with runtime:
-        runtime._promise(None).caution.value = 1.5  # likely in time, not surely
+        runtime._promise(LATE).caution.value = 1.5  # likely in time, not surely
         began = time.monotonic()
         assert runtime.answer(image(), deadline=0.19).stage == 1
         assert time.monotonic() - began < 0.19 + SLACK
@@ -436,15 +436,15 @@ def test_without_a_promise_what_is_usually_in_time_is_begun_and_bounded() -> Non
     """Who has an answer already has it in time; who has none waits as long again as the stage usually takes."""
     runtime, engine = where(0.01, 0.3, pace=Pace([0.01, 0.15]))
     with runtime:
-        first = runtime.answer(image(), deadline=0.2)
+        first = runtime.answer(image(), deadline=0.2, late=None)
         assert first.stage == 1 and engine.begun == [1, 2] and first.elapsed < 0.2 + SLACK / 2
     runtime, engine = where(0.3, pace=Pace([0.15]))
     with runtime:
-        first = runtime.answer(image(), deadline=0.2)
+        first = runtime.answer(image(), deadline=0.2, late=None)
         assert first.stage == 1 and first.elapsed > 0.3  # late, but there
     runtime, engine = where(5.0, pace=Pace([0.15]))
     with runtime:
-        first = runtime.answer(image(), deadline=0.2)
+        first = runtime.answer(image(), deadline=0.2, late=None)
         assert (
             first.stage == 0 and 0.3 < first.elapsed < 0.8 + SLACK
         )  # where others want the processor, four times as long

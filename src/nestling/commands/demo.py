@@ -1,6 +1,6 @@
 """The demo: small nests and their rivals, really trained on the digits, timed, and written up. Minutes on two cores.
 
-In: a folder. Out: run folders in it and report.html. Runs are trained in worker processes, one thread each; what is
+In: a folder. Out: run folders in it, live.json and report.html. Runs are trained in worker processes, one thread each; what is
 finished already is not done again, so a demo that was stopped goes on. It is nothing but the other rooms, called in turn.
 """
 
@@ -18,15 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nestling.commands import report
 from nestling.errors import NestlingError
-from nestling.files import PROFILE, RECIPE, RESULTS
+from nestling.files import PROFILE, RECIPE, RESULTS, to_text, write_atomically
 from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe
 from nestling.runs.folder import RunDir
+from nestling.studies.live import live
 from nestling.studies.profile import profile
 from nestling.train import train
 
 NESTS = ("digits-width", "digits-depth")
 BASELINES = ("digits-even", "digits-cascade")
+LIVE, LOAD = "width-resnet42-kept-cifar10", "bursts"  # the network that comes with us, while other programs come and go
 T = TypeVar("T")
 
 
@@ -52,29 +54,39 @@ def train_one(recipe: Recipe, path: str) -> None:
     train(recipe, path, resume=begun, command="nestling demo", quiet=True)
 
 
-def command(out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats: int = 200) -> dict[str, Any]:
-    """Train small anytime networks on the digits, compare them with independent nets, and write a report.
+def command(
+    out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats: int = 200, questions: int = 300
+) -> dict[str, Any]:
+    """Train small anytime networks on the digits, compare them with independent nets, ask a trained one live beside its rivals
+    while other programs come and go, and write a report.
 
     Args:
         out: folder for the runs and the report.
         epochs: of each run.
         workers: processes that train at the same time; 0 means one per core, at most four.
         repeats: how many times each network's stages are timed.
+        questions: how many the trained network and each of its rivals are asked, live.
     """
     # before anything is trained, because the timing comes last
-    if workers < 0 or repeats < 1:
-        raise NestlingError(f"found workers {workers}, repeats {repeats}; expected at least 0 and at least 1")
+    if workers < 0 or repeats < 1 or questions < 1:
+        raise NestlingError(
+            f"found workers {workers}, repeats {repeats}, questions {questions}; expected at least 0 and at least 1 of the others"
+        )
     todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with Bars() as live:
+    compared = Path(out) / "live.json"
+    with Bars() as bars:
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
             futures = [pool.submit(train_one, recipe, path) for recipe, path in todo]
-            for future in live.through("training on the digits", as_completed(futures), len(todo)):
+            for future in bars.through("training on the digits", as_completed(futures), len(todo)):
                 future.result()
-        for _, path in live.through("timing every stage", todo, len(todo)):  # alone on the machine now
+        for _, path in bars.through("timing every stage", todo, len(todo)):  # alone on the machine now
             time_one(path, repeats)
-        for page in live.through("writing the report", [str(Path(out) / "report.html")], 1):
-            found = report.command(tuple(path for _, path in todo), page)
+        for file in bars.through(f"asking {LIVE} and its rivals live", [compared], 1):
+            if not file.exists():
+                write_atomically(file, to_text(live(LIVE, load=LOAD, questions=questions)).encode())
+        for page in bars.through("writing the report", [str(Path(out) / "report.html")], 1):
+            found = report.command(tuple(path for _, path in todo), page, (str(compared),))
     return found
 
 

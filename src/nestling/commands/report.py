@@ -11,7 +11,7 @@ from rich.text import Text
 from nestling.errors import NestlingError
 
 
-def command(runs: tuple[str, ...], out: str = "report.html") -> dict[str, Any]:
+def command(runs: tuple[str, ...], out: str = "report.html", live: tuple[str, ...] = ()) -> dict[str, Any]:
     """Write run folders up as one HTML page that opens offline, with the same as Markdown and its pictures beside it.
 
     A run with a damaged file is named and left out, as long as another one is there.
@@ -19,6 +19,7 @@ def command(runs: tuple[str, ...], out: str = "report.html") -> dict[str, Any]:
     Args:
         runs: run folders, or folders that hold run folders.
         out: the page's file; report.html also makes report.md and the folder report/ with the pictures.
+        live: a file that `nestling profile NAME --live --json` printed, shown as a section; may be repeated.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise NestlingError("reports are drawn with matplotlib, which is not installed; pip install 'nestling[report]'")
@@ -27,7 +28,7 @@ def command(runs: tuple[str, ...], out: str = "report.html") -> dict[str, Any]:
     page = Path(out)
     if page.suffix.lower() not in (".html", ".htm"):
         raise NestlingError(f"--out is {out!r}; expected a file that ends in .html, such as report.html")
-    return write(runs, page)
+    return write(runs, page, live)
 
 
 def show(result: dict[str, Any]) -> Group:

@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import NestlingError
-from nestling.files import RECIPE, write_atomically
+from nestling.files import RECIPE, from_text, write_atomically
 from nestling.report.content import Document, Gallery, Picture, Pictures
 from nestling.report.families import Family, families
 from nestling.report.markdown import markdown
 from nestling.report.page import page
 from nestling.report.records import find_sound
 from nestling.report.sections import SECTIONS
+from nestling.report.sections.choosing import LOADS
 from nestling.report.study import study
 from nestling.report.subject import Subject, subject
 from nestling.report.words import listed, plural
 from nestling.runs.folder import RunDir
 
 
-def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
-    """Read the runs, write everything, say where it is."""
+def write(runs: Sequence[str | Path], out: Path, live: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Read the runs and the live comparisons, write everything, say where it is."""
+    compared = [read_live(Path(path)) for path in live]
     found, broken = find_sound(runs)
-    about = subject(families(found))
+    about = subject(families(found), compared)
     report = compose(about)
     left_out = f"{plural(len(broken), 'run')} left out, because a file is damaged: {'; '.join(broken.values())}"
     if broken:
@@ -39,6 +41,21 @@ def write(runs: Sequence[str | Path], out: Path) -> dict[str, Any]:
         "headline": [headline(family) for family in about.families],
         "deadlines": [row for family in about.mains for row in deadline_rows(family, about)],
     }
+
+
+def read_live(path: Path) -> dict[str, Any]:
+    """What `nestling profile NAME --live --json` printed."""
+    try:
+        found = from_text(path.read_bytes())
+        rows = {**found["own_errors"], **found["equal_errors"]}.values()
+        right = found["load"] in LOADS and bool(rows) and all(row["by_deadline"] and row["n"] for row in rows)
+    except OSError as error:
+        raise NestlingError(f"cannot read {path}: {error.strerror}; expected a live comparison") from error
+    except (ValueError, KeyError, TypeError):
+        right = False
+    if not right:
+        raise NestlingError(f"{path} is no live comparison; make one: nestling profile NAME --live --json > {path}")
+    return dict(found)
 
 
 def publish(report: Document, out: Path) -> dict[str, Any]:

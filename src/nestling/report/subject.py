@@ -1,11 +1,12 @@
 """What a report is about: its families in order, which of them are baselines, and the look of every line.
 
-Comes in: families. Goes out: a Subject, which every section is made from, and what sections share: pictures that may be
-missing, and notes that say which runs lack something.
+Comes in: families, and live comparisons. Goes out: a Subject, which every section is made from, and what sections share:
+pictures that may be missing, and notes that say which runs lack something.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nestling.report.content import Note, PageBlock, Picture, Pictures
 from nestling.report.families import Family
@@ -20,6 +21,7 @@ class Subject:
 
     families: tuple[Family, ...]  # those that others are measured against come last
     looks: Mapping[str, Look]
+    live: tuple[Mapping[str, Any], ...] = ()  # what `nestling profile NAME --live --json` printed
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -44,12 +46,12 @@ class Subject:
         return "".join(letter if letter.isalnum() else "-" for letter in text).strip("-")
 
 
-def subject(families: list[Family]) -> Subject:
+def subject(families: list[Family], live: Sequence[Mapping[str, Any]] = ()) -> Subject:
     bases = [family.baseline(families) for family in families]
     families = sorted(families, key=lambda family: family in bases)
     nests = dict.fromkeys(line.label for family in families for line in family.nests)
     alone = dict.fromkeys(line.label for family in families for line in family.alone)
-    return Subject(tuple(families), looks(list(nests), list(alone)))
+    return Subject(tuple(families), looks(list(nests), list(alone)), tuple(live))
 
 
 def pictures(found: list[Picture | None]) -> list[PageBlock]:

@@ -118,13 +118,13 @@ class Anytime:
     # --- one image -----------------------------------------------------------------------------------------------
 
     def answer(
-        self, x: Any, *, deadline: float | None = None, confident: Sure = None, late: float | None = None
+        self, x: Any, *, deadline: float | None = None, confident: Sure = None, late: float | None = LATE
     ) -> Answer:
         """The best Answer to an image (C,H,W) within `deadline` seconds (None: the last stage's).
 
         `confident` is the probability at which an answer is sure enough to be final, for all stages or one per stage
         (nestling.runtime.confidence finds them). `late` is the share of answers that may come more than 0.3 ms after their
-        deadline, which is kept whatever the load; None promises no share, and begins what is usually in time.
+        deadline, kept by feedback whatever the load; None promises no share, and begins what is usually in time.
         """
         began = self.clock()
         self._check_open()

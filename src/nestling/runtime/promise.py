@@ -15,7 +15,7 @@ from nestling.runtime.bell import Bell
 from nestling.runtime.prompt import Promptly
 
 TRIED = ("sure", "guarded", "first", "jump")
-LATE = 0.01  # of answers, where callers wait for others, and of refined ones
+LATE = 0.01  # of answers, unless the caller says otherwise
 USUAL = 0.9  # a stage usually takes at most this quantile of its last runs
 HOPE = 0.5  # what usually takes too long is tried if at least every second run was short enough
 RATE = 0.2  # of a step, in the logarithm, once the first steps were taken
@@ -25,7 +25,7 @@ FIRST = 1.0  # of the first step; the tenth late answer moves by RATE
 class Promise:
     """The feedback of one promise. Times are seconds."""
 
-    def __init__(self, late: float | None = None) -> None:
+    def __init__(self, late: float | None = LATE) -> None:
         self.late = late
         share = late or LATE
         self.timer = Margin(share)  # for callers that sleep until their deadline

@@ -160,7 +160,7 @@ def make_contenders(
     if deadlines == "known":
         known: dict[str, Contender] = {
             "nest": answering(lambda limit: runtime.answer(picture, deadline=limit).stage),
-            "nest, 1 % late": answering(lambda limit: runtime.answer(picture, deadline=limit, late=0.01).stage),
+            "nest, soon": answering(lambda limit: runtime.answer(picture, deadline=limit, late=None).stage),
             "chooser": answering(lambda limit: chooser.answer(picture, deadline=limit).stage),
         }
         return known | {f"always {n}": answering(partial(always, chooser, image, n)) for n in numbers}

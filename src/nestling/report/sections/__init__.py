@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from nestling.report.content import Section
 from nestling.report.sections.answers import answers, calibration, repairs
+from nestling.report.sections.choosing import live
 from nestling.report.sections.cost import cost
 from nestling.report.sections.deadlines import deadlines
 from nestling.report.sections.headline import headline
@@ -17,5 +18,5 @@ from nestling.report.sections.training import gradients, training
 from nestling.report.subject import Subject
 
 SECTIONS: tuple[Callable[[Subject], Section], ...] = (
-    headline, cost, deadlines, answers, repairs, calibration, training, gradients, provenance,
+    headline, cost, deadlines, live, answers, repairs, calibration, training, gradients, provenance,
 )  # fmt: skip
