@@ -19,7 +19,7 @@ class Lane:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lock = threading.Lock()
-        self.here = 0  # the thread of a caller that runs stages itself, if any
+        self.here = 0  # the thread that has it, if any
         self.running: Work | None = None
         self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
         self.wait = CALM  # for a processor, of the stage that was run last

@@ -181,7 +181,7 @@ class Worker:
         turn = True
         try:
             if not (self.fresh or self.begun or self.late or self.closing):  # where many wait, one at a time is sooner
-                lane.here, lane.running, work.running, work.stop = threading.get_ident(), work, True, Stop()
+                lane.running, work.running, work.stop = work, True, Stop()
                 turn = stages_here(self, lane, image, work, promise)
             else:
                 turn = self.closing
@@ -206,6 +206,7 @@ class Worker:
     def free_lane(self) -> Lane | None:
         for lane in self.lanes:
             if lane.lock.acquire(blocking=False):
+                lane.here = threading.get_ident()
                 return lane
         return None
 
@@ -312,8 +313,7 @@ class Worker:
         if not (self.fresh or self.begun or self.late or self.closing):
             self.bell.wait(inf)
             return True
-        lane = self.wait_for_lane()
-        if lane is None:
+        if (lane := self.wait_for_lane()) is None:
             return False
         try:
             with self.lock:
