@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -252,10 +253,11 @@ def test_the_stored_results_can_be_read_and_are_of_known_networks() -> None:
     folder = Path(__file__).parent.parent / "results"
     rows = [each for path in folder.glob("*.csv") for each in read_csv(path)]
     assert rows and all(each["network"] in NETS and 0 <= each["error"] <= 100 for each in rows)
+    plans = cache(lambda network, tiny: plan(network, 200, (3, 64, 64)) if tiny else plan(network))
     for each in rows:
         recipe = recipe_of(each)
         assert (recipe.network.name, strategy_name(recipe)) == (each["network"], each["strategy"])
-        drawn = plan(recipe.network, 200, (3, 64, 64)) if each["data"] == TINY else plan(recipe.network)
+        drawn = plans(recipe.network, each["data"] == TINY)
         assert each["macs"] == drawn.macs(1 if recipe.network.alone else each["stage"])
         assert each.get("train") in (None, "", command_of(recipe)), "the command that makes the same run by itself"
 

@@ -6,6 +6,7 @@ needs of a GPU. A run counts as done as a finished folder, or as complete rows o
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from nestling.files import CHECKPOINT, RESULTS
@@ -90,12 +91,18 @@ def everything(
             if column == ALONE_NORM and recipe.network.alone != len(sizes(NetworkRecipe(recipe.network.name))):
                 continue
             if column in INDEPENDENT:
-                own = plan(recipe.network)
-                key = (column, own.sizes, own.macs(1), own.params(1), changes(recipe), recipe.train.seed)
+                key = (column, own_size(recipe.network), changes(recipe), recipe.train.seed)
                 if sizes_seen.setdefault(key, name) != name:
                     continue
             found.setdefault(name, Job(name, recipe, each.why))
     return list(found.values())
+
+
+@cache
+def own_size(network: NetworkRecipe) -> tuple[object, ...]:
+    """By which independent nets of two nests are known to be the same."""
+    planned = plan(network)
+    return planned.sizes, planned.macs(1), planned.params(1)
 
 
 def of_part(part: Part, seeds: int, settings: Sequence[str], rows: Sequence[Row]) -> Iterator[tuple[str, Recipe]]:

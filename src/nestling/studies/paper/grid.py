@@ -137,6 +137,7 @@ def run_name(recipe: Recipe) -> str:
 
 
 @cache
+@cache
 def sizes(network: NetworkRecipe) -> tuple[tuple[str, int], ...]:
     """Every stage's size and multiply-accumulates."""
     found = plan(network)
