@@ -37,9 +37,8 @@ def live(about: Subject) -> Section:
 def words(found: Mapping[str, Any], kind: str) -> str:
     n = next(iter(found[kind].values()))["n"]
     errors = "every network's own errors" if kind == "own_errors" else "the nest's errors for all"
-    return (
-        f"{LOADS[found['load']].capitalize()}; deadlines {found['deadlines']}; {n:,} questions each; {errors}; one run."
-    )
+    load, rough = LOADS[found["load"]].capitalize(), f"one late answer more is about {90 / n:.1f} points"
+    return f"{load}; deadlines {found['deadlines']}; {n:,} questions each, one run: {rough}; {errors}."
 
 
 def table(found: Mapping[str, Any], rows: Mapping[str, Any]) -> Table:
