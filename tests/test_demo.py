@@ -14,7 +14,7 @@ from nestling.runs.latency import load_profile
 def test_the_demo_trains_times_and_reports_and_does_nothing_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8)
+    found = demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8, seeds=1)
     names = [name for name, _ in demo.runs(1)]
     assert len(names) == 12 and Path(found["report"]).read_text().count("<section") > 5
     profiles = [load_profile(RunDir(tmp_path / name)) for name in names]
@@ -26,5 +26,11 @@ def test_the_demo_trains_times_and_reports_and_does_nothing_twice(
     assert asked["load"] == "bursts" and asked["own_errors"]["nest"]["n"] == 8 and 'id="live"' in page
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "live.json", *tmp_path.glob("*/*.json"))}
     assert json.loads((tmp_path / names[0] / "provenance.json").read_text())["command"] == "nestling demo"
-    demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8)
+    demo.command(str(tmp_path), epochs=1, workers=1, repeats=3, questions=8, seeds=1)
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_each_seed_has_runs_of_its_own() -> None:
+    found = dict(demo.runs(1, seeds=3))
+    assert len(found) == 36 and {recipe.train.seed for recipe in found.values()} == {0, 1, 2}
+    assert found["digits-width-osgd-seed2"].train.seed == 2 and found["digits-width-osgd"].train.seed == 0

@@ -32,9 +32,16 @@ LIVE, LOAD = "width-resnet42-kept-cifar10", "bursts"  # the network that comes w
 T = TypeVar("T")
 
 
-def runs(epochs: int) -> Iterator[tuple[str, Recipe]]:
-    """Every run of the demo by folder name, the longest first: both nests with OSGD and SGD, the baselines they are
-    compared with, and the independent net of each stage's size."""
+def runs(epochs: int, seeds: int = 1) -> Iterator[tuple[str, Recipe]]:
+    """Every run of the demo by folder name: with each seed those of `of_one_seed`."""
+    for seed in range(seeds):
+        for name, recipe in of_one_seed(epochs):
+            yield name + f"-seed{seed}" * (seed > 0), replace(recipe, train=replace(recipe.train, seed=seed))
+
+
+def of_one_seed(epochs: int) -> Iterator[tuple[str, Recipe]]:
+    """The longest first: both nests with OSGD and SGD, the baselines they are compared with, and the independent net of each
+    stage's size."""
     for name in (*NESTS, *BASELINES):
         nest = named(name)
         nest = replace(nest, train=replace(nest.train, epochs=epochs))
@@ -55,7 +62,7 @@ def train_one(recipe: Recipe, path: str) -> None:
 
 
 def command(
-    out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats: int = 200, questions: int = 300
+    out: str = "runs/demo", epochs: int = 30, workers: int = 0, repeats: int = 200, questions: int = 300, seeds: int = 3
 ) -> dict[str, Any]:
     """Train small anytime networks on the digits, compare them with independent nets, ask a trained one live beside its rivals
     while other programs come and go, and write a report.
@@ -66,13 +73,15 @@ def command(
         workers: processes that train at the same time; 0 means one per core, at most four.
         repeats: how many times each network's stages are timed.
         questions: how many the trained network and each of its rivals are asked, live.
+        seeds: trainings of each kind.
     """
     # before anything is trained, because the timing comes last
-    if workers < 0 or repeats < 1 or questions < 1:
+    if workers < 0 or min(repeats, questions, seeds) < 1:
         raise NestlingError(
-            f"found workers {workers}, repeats {repeats}, questions {questions}; expected at least 0 and at least 1 of the others"
+            f"found workers {workers}, repeats {repeats}, questions {questions}, seeds {seeds}; "
+            "expected at least 0 and at least 1 of the others"
         )
-    todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs)]
+    todo = [(recipe, str(Path(out) / name)) for name, recipe in runs(epochs, seeds)]
     count = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     compared = Path(out) / "live.json"
     with Bars() as bars:
