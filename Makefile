@@ -1,4 +1,4 @@
-# make demo    train small nests on the digits and write runs/demo/report.html
+# make demo    train small nests on the digits, ask a trained network live, and write runs/demo/report.html
 # make test    run every test (Chromium is installed for the browser tests where the system allows it), first a sweep on Ray
 # make check   lint, formatting, types
 # make docs    the documentation as a site: build/site/index.html
