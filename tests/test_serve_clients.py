@@ -501,16 +501,20 @@ def test_whoever_is_refused_is_counted_and_logged(server: Server) -> None:
 def test_what_is_gone_on_with_has_waited_only_since_it_came(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"/v2/models/{NAME}/infer"
     server = running.service.server
-    request = server.model(NAME).ask(PIXELS[:1], 5.0).submit(every=True)
-    next(request.each_stage())  # and left
-    token = server.model(NAME).kept.put(request.tickets)
-    step, before = server.model(NAME).stages.engine.step, running.metric("nestling_queue_seconds_sum", model=NAME)
+    step = server.model(NAME).stages.engine.step
 
     def slowly(stage: int, state: Any, stop: Any) -> Any:
         time.sleep(0.3)
         return step(stage, state, stop)
 
     monkeypatch.setattr(server.model(NAME).stages.engine, "step", slowly)
+    request = server.model(NAME).ask(PIXELS[:1], 5.0).submit(every=True)
+    next(request.each_stage())  # and left: it has one stage, or two, not all
+    time.sleep(0.8)
+    token, before = (
+        server.model(NAME).kept.put(request.tickets),
+        running.metric("nestling_queue_seconds_sum", model=NAME),
+    )
     other = server.model(NAME).ask(PIXELS[:1], 5.0).submit(every=True)
     time.sleep(0.1)
     assert running.post(path, json.dumps({"parameters": {"refine": token}}).encode())[0] == 200
