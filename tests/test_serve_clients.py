@@ -254,7 +254,7 @@ def test_waiting_to_be_read_counts(running: Running) -> None:
 def test_grpcs_own_deadline_counts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are made slow: the answer of the first comes before the client's deadline.
 
-    Some answers leave too late, fewer than not where nothing else runs: five questions may be asked. If the deadline
+    Some answers leave too late, fewer than not where nothing else runs: twelve questions may be asked. If the deadline
     did not count, none of them would be answered, for a later stage takes twice as long.
     """
     engine = running.service.server.model(NAME).stages.engine
@@ -268,7 +268,7 @@ def test_grpcs_own_deadline_counts(running: Running, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine, "step", slowly)
     with triton_grpc.InferenceServerClient(running.grpc) as client:
-        for left in reversed(range(5)):
+        for left in reversed(range(12)):
             try:
                 found = client.infer(NAME, [triton_input(triton_grpc, PIXELS[:1])], client_timeout=1.0)
                 break
