@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling import keep, nest
+from nestling import exits, keep, nest
 from nestling.files import RESULTS
 from nestling.nets import NestedNet
 from nestling.recipes.cifar10 import width
@@ -38,7 +38,8 @@ NETWORK = "network"
 COMMON = ("strategy.name=sgd", "train.schedule=cosine", "train.average=0.999")
 TAUGHT = ("train.distill=0.9", "train.distill_temperature=4")
 # how each run differs from the recipe cifar10-width; OWN is the trained network, as a module, DRAWN is `keep` of it with early
-# stages that begin with weights at random instead of copies of its own; WIDER the same, with other widths
+# stages that begin with weights at random instead of copies of its own; WIDER the same, with other widths; JOINT is the network
+# with exits, all of it trained from scratch
 EVERY = {
     NETWORK: ("network.alone=3",),
     "keep": ("OWN", "network.way=keep(stripes=(0.25, 0.375), multiple=8)", "train.epochs=100", "train.distill=0.5"),
@@ -81,6 +82,7 @@ EVERY = {
         *TAUGHT,
     ),
     "exits": ("OWN", "network.way=exits(at=(0.25, 0.5))", "train.average=0", "train.epochs=5", "train.distill=0.5"),
+    "exits, joint": ("JOINT",),
     "exits, conv": (
         "OWN",
         'network.way=exits(at=(0.25, 0.5), head="conv")',
@@ -156,6 +158,13 @@ def wider(own: Callable[[], nn.Module], seed: int) -> NestedNet:
     return keep(own(), early=early)
 
 
+def joint(seed: int) -> NestedNet:
+    """Early exits as others train them (MSDNet, BranchyNet): from scratch and all together, the network with its heads."""
+    net = exits(ResNet(), at=(0.06, 0.25, 0.5), head="conv").thaw()
+    NestedNet.reset(net, torch.Generator().manual_seed(seed))
+    return net
+
+
 def trained(run: Path) -> ResNet:
     """The network with the weights of its run."""
     net = ResNet()
@@ -183,10 +192,11 @@ def jobs(
             own = f"{Path(__file__).name}:network{'' if ready else seed}"
             hand_over(network, own)
             names = {"OWN": f"network.name={own}"}
-            for made in (drawn, wider):
-                anew = own.replace("network", made.__name__)
-                hand_over(partial(made, network, seed), anew)
-                names[made.__name__.upper()] = f"network.name={anew}"
+            for made in (partial(drawn, network), partial(wider, network), joint):
+                name = getattr(made, "func", made).__name__
+                anew = own.replace("network", name)
+                hand_over(partial(made, seed), anew)
+                names[name.upper()] = f"network.name={anew}"
             settings = [names.get(text, text) for text in EVERY[way]]
             settings += [f"train.teacher={own}"] if way.startswith("stripes") else []
             recipe = override(width(), [*COMMON, *settings, f"train.seed={seed}", *more])

@@ -20,6 +20,7 @@ from nestling.nets.ops.calls import Call
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading.assemble import Assembled, built, fitted
 from nestling.nets.reading.baked import baked
+from nestling.nets.reading.ours import ours
 from nestling.nets.reading.read import Reader, read_whole
 from nestling.nets.reading.sketch import Sketch
 from nestling.nets.reading.ties import groups_of
@@ -200,7 +201,9 @@ def is_feature(value: Any) -> bool:
 def planned(reader: Reader, places: list[tuple[fx.Node, str]], head: str, width: int, net: str) -> Assembled:
     """The backbone with births by the first exit that needs each node, and the heads."""
     stages = len(places) + 1
-    sketch, renamed = fitted(reader.sketch, [f"exit{stage}" for stage in range(1, stages)])
+    known = ours(reader.sketch)
+    whole = all(name in known.nodes for _, name in places)  # else an exit reads what would be part of another operation
+    sketch, renamed = fitted(known if whole else reader.sketch, [f"exit{stage}" for stage in range(1, stages)])
     new = {old: name for name, old in renamed.items()}
     ends = [new[name] for _, name in places] + [sketch.output]
     births = first_needed(sketch, ends)
