@@ -9,7 +9,7 @@
     python benchmarks/sweep.py --rows FILE                rows are written there instead; called again, it goes on there
     python benchmarks/sweep.py --merge FILE               put the rows of such a file into results/sweep.csv
     python benchmarks/sweep.py --read                     whether those without a row are read; seconds each, no file is written
-    python benchmarks/sweep.py --table                    the rows so far as docs/nest.md tells them
+    python benchmarks/sweep.py --table                    the rows so far as docs/log/nest.md tells them
 
 Random weights, batch 2, float32, small images where the model takes them. Each way that nests a model is then held to everything:
 last answer against the module (keep, exits), stages against the whole, NaN in all that is born later, multiply-accumulates as

@@ -62,7 +62,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 def test_the_sweep_is_told_as_it_came_out() -> None:
     rows, listed = rows_of("sweep.csv"), rows_of("sweep-families.csv")
-    text = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "log" / "nest.md").read_text(encoding="utf-8")
     ways = ("exits", "stripes", "keep")
     convs = [row for row in rows if row["kind"] == "conv"]
     for library in sorted({row["library"] for row in listed}):
@@ -75,6 +75,12 @@ def test_the_sweep_is_told_as_it_came_out() -> None:
     assert all(
         row["model"] in text for row in listed if row["kind"] == "conv" and not {(row["library"], row["family"])} & done
     )
+    page = (ROOT / "docs" / "nest.md").read_text(encoding="utf-8")  # which has the sums alone
+    for kind, name in (("conv", "convolutional"), ("transformer", "transformers")):
+        mine = [row for row in rows if row["kind"] == kind]
+        made = [sum(row[way] == "ok" for row in mine) for way in ways]
+        told = next(line for line in page.splitlines() if line.startswith(f"| {name}"))
+        assert told.endswith(f" | {len(mine)} | {' | '.join(map(str, made))} |"), kind
     assert all(row[f"why_{way}"] for row in rows for way in ways if row[way] != "ok")
 
 

@@ -56,8 +56,8 @@ def command(
         part: table1, table2, table3, tiny (table 3 on Tiny ImageNet), scopes (osgd's four), priorities (four orders), digits
             (a small grid); all trains what is missing of CIFAR-10 and, where it is prepared, Tiny ImageNet, most valuable
             first, and counts rows of results whose run folders are gone; figures draws all tables and figures, findings writes
-            the tables of docs/findings.md, tables.md, cost.md and nest.md from the results, profile measures the latency of
-            every network with a finished run; pack puts what is needed to go on elsewhere (finished runs without their
+            the tables of docs/findings.md, tables.md, cost.md, nest.md and their logs from the results, profile measures the
+            latency of every network with a finished run; pack puts what is needed to go on elsewhere (finished runs without their
             weights, checkpoints of those in progress) into a few small files, unpack brings it back and adds the rows.
         network: only these networks; may be repeated; by default all of the table, width-resnet42 for scopes and priorities.
         strategy: only these (sgd, osgd, sgd-sum, normsgd, osgd-norm, alone, alone-norm, greedy); may be repeated; by default
@@ -71,7 +71,7 @@ def command(
             by data and device. Figures read all files of this folder. Empty: nowhere.
         page: where figures go, by default runs/figures.html, which also makes runs/figures.md and the folder runs/figures/
             with the pictures; the page with marks that findings are written into, by default docs/findings.md,
-            docs/tables.md, docs/cost.md and docs/nest.md.
+            docs/tables.md, docs/cost.md, docs/nest.md and docs/log/nest.md.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.

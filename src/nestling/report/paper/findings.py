@@ -16,7 +16,7 @@ from nestling.report.paper.claims import claims, claims_table, gains_table
 from nestling.report.paper.deadline_rows import read_studies
 from nestling.report.paper.price import cost_table
 from nestling.report.paper.tables import coverage_table, network_table, tiny_tables, variants_table
-from nestling.report.paper.three_ways import own_table
+from nestling.report.paper.three_ways import own_table, ways_table
 from nestling.studies.paper.constant import as_usual
 from nestling.studies.paper.everything import CIFAR10, everything, missing_jobs
 from nestling.studies.paper.grid import trains
@@ -28,7 +28,13 @@ TABLES = ("table1", "table2", "digits")
 MADE = "made by nestling paper findings"
 MARK = re.compile(rf"<!-- (?P<name>[a-z0-9-]+): {MADE} -->\n.*?<!-- end -->", re.DOTALL)
 DIGITS = ("width-digits", "depth-digits")
-PAGES = ("docs/findings.md", "docs/tables.md", "docs/cost.md", "docs/nest.md")
+PAGES = (
+    "docs/findings.md",
+    "docs/tables.md",
+    "docs/cost.md",
+    "docs/nest.md",
+    "docs/log/nest.md",
+)
 
 
 def write_findings(results: str, pages: Sequence[str] = PAGES) -> dict[str, str]:
@@ -57,6 +63,7 @@ def filled(text: str, results: str) -> str:
         "cifar10": lambda: joined([network_table(network, usual(rows)) for network in CIFAR10]),
         "variants": lambda: joined([variant_table(rows, network) for network in CIFAR10]),
         "cost": lambda: table_text(cost_table(every)),
+        "ways": lambda: table_text(ways_table(results)),
         "own": lambda: table_text(own_table(results)),
         "digits": lambda: joined([network_table(network, compare(rows)) for network in DIGITS]),
         "tiny": lambda: joined(tiny_tables(tiny)) or "Not trained.",

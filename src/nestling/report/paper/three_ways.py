@@ -1,7 +1,8 @@
-"""What making a trained network anytime costs on CIFAR-10, three ways: a table for docs/nest.md, from results/own-h200.json.
+"""What making a trained network anytime costs on CIFAR-10, three ways, from results/own-h200.json.
 
-In: what `benchmarks/own_cifar.py` left, in sections of several calls. Out: the table, mean ± sample standard deviation over
-seeds of the last test errors. A run that was stopped says at which epoch; no epoch is chosen by its test error.
+In: what `benchmarks/own_cifar.py` left, in sections of several calls. Out: a line per way for docs/nest.md, and every line for
+docs/log/nest.md; mean ± sample standard deviation over seeds of the last test errors. A run that was stopped says at which
+epoch; no epoch is chosen by its test error.
 """
 
 import json
@@ -15,6 +16,7 @@ from nestling.report.content import Cell, Table
 
 FILE = "own-h200.json"
 NETWORK = 387.8  # millions of MACs
+SHORT = ("the network", "keep", "exits", "nest")  # the lines of the table of one line per way
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,37 @@ class OwnWay:
     setting: str
     section: str
     name: str
+    short: str = ""  # its name there
+    choose: str = ""  # when to choose it
 
 
 WAYS = (
-    OwnWay("the network", "", "first", "network"),
+    OwnWay("the network", "", "first", "network", "the network"),
     OwnWay("keep, undamped: distill=0.9, temperature 4, weights copied", "stripes=(0.25, 0.375)", "second", "keep"),
     OwnWay("keep, damped: weights drawn, later losses at a quarter", "stripes=(0.25, 0.375), multiple=8", "third",
-           "keep, damped"),
+           "keep, damped", "keep", "its answer must stay, and early ones must be good"),
     OwnWay("keep, damped: wider, later losses at half", "stripes=(0.3, 0.36), multiple=8", "fourth", "keep, damped"),
-    OwnWay("stripes", 'nest(module, "w,w")', "stripes", "stripes"),
+    OwnWay("stripes", 'nest(module, "w,w")', "stripes", "stripes", "nest",
+           "all stages together must cost less, and a worse last answer will do"),
     OwnWay("exits, linear heads", "at=(0.25, 0.5)", "third", "exits"),
-    OwnWay("exits, convolutional heads", 'at=(0.25, 0.5), head="conv"', "third", "exits, conv"),
+    OwnWay("exits, convolutional heads", 'at=(0.25, 0.5), head="conv"', "third", "exits, conv", "exits",
+           "its answer must stay, nothing may be done twice, or it cannot be cut"),
 )  # fmt: skip
 
 
+def ways_table(results: str) -> Table:
+    """The network and one finished line of each way, without what it took."""
+    sections = sections_of(results)
+    heads = ("", "choose it if", "errors of the stages, %", "M MACs until then", "of the network's", "epochs", "n")
+    rows = []
+    for way in sorted((way for way in WAYS if way.short), key=lambda way: SHORT.index(way.short)):
+        _, _, errors, macs, shares, epochs, _, n = line(way, sections[way.section])
+        rows.append((Cell(way.short, code=bool(way.choose)), Cell(way.choose), errors, macs, shares, epochs, n))
+    return Table("Three ways", tuple(map(Cell, heads)), tuple(rows), name="ways", words=2, wide=True)
+
+
 def own_table(results: str) -> Table:
-    sections = json.loads((Path(results) / FILE).read_text(encoding="utf-8"))
+    sections = sections_of(results)
     heads = ("", "set", "errors of the stages, %", "M MACs until then", "of the network's", "epochs", "minutes", "n")
     return Table(
         "An ordinary network, made anytime",
@@ -51,6 +68,11 @@ def own_table(results: str) -> Table:
         words=2,
         wide=True,
     )
+
+
+def sections_of(results: str) -> dict[str, Any]:
+    sections: dict[str, Any] = json.loads((Path(results) / FILE).read_text(encoding="utf-8"))
+    return sections
 
 
 def line(way: OwnWay, section: Mapping[str, Any]) -> tuple[Cell, ...]:
