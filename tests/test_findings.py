@@ -154,7 +154,7 @@ def test_settings_are_said_in_words() -> None:
 
 def test_the_page_is_what_the_results_say() -> None:
     """Made anew from results/ it is the same page. If this fails, results have come: run nestling paper findings."""
-    for name, marks in zip(PAGES, (4, 5, 1, 1, 1), strict=True):
+    for name, marks in zip(PAGES, (4, 3, 1, 1, 1, 2), strict=True):
         page = (ROOT / name).read_text(encoding="utf-8")
         assert filled(page, str(ROOT / "results")) == page
         assert len(MARK.findall(page)) == marks

@@ -71,7 +71,7 @@ def command(
             by data and device. Figures read all files of this folder. Empty: nowhere.
         page: where figures go, by default runs/figures.html, which also makes runs/figures.md and the folder runs/figures/
             with the pictures; the page with marks that findings are written into, by default docs/findings.md,
-            docs/tables.md, docs/cost.md, docs/nest.md and docs/log/nest.md.
+            docs/tables.md, docs/cost.md, docs/nest.md, docs/log/nest.md and docs/log/tables.md.
         data: figures of cifar10 or of the small digits grid.
         beside: runs trained at the same time on one GPU.
         minutes: stop after so many minutes with checkpoints, to be gone on with later; 0 means never.

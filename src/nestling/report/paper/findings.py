@@ -34,6 +34,7 @@ PAGES = (
     "docs/cost.md",
     "docs/nest.md",
     "docs/log/nest.md",
+    "docs/log/tables.md",
 )
 
 
