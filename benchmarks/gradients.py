@@ -1,7 +1,7 @@
 """What a step with one gradient per task costs, against the summed loss and against other libraries, on a CPU.
 
     python benchmarks/gradients.py --rounds 7 --json results/gradients-cpu.json      all cases; --case replaces the rows of one
-    python benchmarks/gradients.py --table results/gradients-cpu.json                the tables of docs/gradients.md
+    python benchmarks/gradients.py --table results/gradients-cpu.json    the tables of docs/log/gradients.md and docs/gradients.md
 
 Every round runs all methods once, in an order drawn anew; a figure is the median over rounds of the ratio to the summed loss of
 the same round, in CPU seconds of one thread (--threads 2: wall seconds). The C library is told to keep freed memory, for every
@@ -361,6 +361,20 @@ def tables(file: Path) -> list[str]:
     return [for_docs(rows, [case for case in CASES if (case in TRUNKS) == trunk]) for trunk in (False, True)]
 
 
+def brief(file: Path) -> str:
+    """Of a file of results, cases down: medians of time over the summed loss, MiB, and of TorchJD's ways the fastest."""
+    rows = json.loads(file.read_text())["rows"]
+    heads = ["time over the summed loss / MiB", "summed loss", f"**{OURS}**", "TorchJD, its fastest way", "PCGrad"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case in CASES:
+        of = {row["method"]: row for row in rows if row["case"] == case}
+        best = min((row for name, row in of.items() if name.startswith("torchjd")), key=lambda row: float(row["ratio"]))
+        own, pcgrad = of[OURS], of["pytorch_optimizer PCGrad"]
+        cells = [f"{row['ratio']:.2f} / {row['resident_mib']:.0f}" for row in (own, best, pcgrad)]
+        lines.append(f"| {case} | 1 / {of['summed loss']['resident_mib']:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def before(file: Path | None, heading: dict[str, str], names: list[str]) -> dict[str, Any]:
     """What a file has beside the rows of these cases."""
     if file is None or not file.exists():
@@ -386,7 +400,7 @@ def main() -> None:
     parser.add_argument("--trim", action="store_true", help="let the C library give freed memory back")
     options = parser.parse_args()
     if options.table:
-        print(*tables(options.table), sep="\n\n")
+        print(*tables(options.table), brief(options.table), sep="\n\n")
         return
     torch.set_num_threads(options.threads)
     if options.memory_of:

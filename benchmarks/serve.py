@@ -1,7 +1,8 @@
 """The server under open-loop load: Poisson arrivals, latency from the time at which a request was meant to be sent.
 
     python benchmarks/serve.py --ray PYTHON_WITH_RAY --json results/serve-cpu.json        (22 minutes)
-    python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png --table docs/serving.md
+    python benchmarks/serve.py --json results/serve-cpu.json --picture docs/pictures/serve-load.png
+    python benchmarks/serve.py --json results/serve-cpu.json --table docs/serving.md docs/log/serving.md
 
 Rates are 0.5, 1, 2 and 4 times what the full network alone answers at most behind the same server; deadline 20 ms.
 Contenders are `CONTENDERS`. What is counted, and the table: serve_figures.py. Each server is a process of its own; the clients'
@@ -193,7 +194,7 @@ def main() -> None:
     )
     parser.add_argument("--json", default="", help="a file to which the run is added")
     parser.add_argument("--picture", default="", help="measure nothing, draw the last run of the --json file here")
-    parser.add_argument("--table", default="", help="measure nothing, write that run's table into this page")
+    parser.add_argument("--table", nargs="+", default=[], help="measure nothing, write its table into these pages")
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.deadline)
@@ -202,8 +203,7 @@ def main() -> None:
         run = json.loads(Path(options.json).read_text())["runs"][-1]
         if options.picture:
             draw(run, options.picture)
-        if options.table:
-            page = Path(options.table)
+        for page in map(Path, options.table):
             page.write_text(with_table(page.read_text(encoding="utf-8"), run), encoding="utf-8")
         return
     found = measure(options.seconds, options.deadline, options.contenders, options.ray)

@@ -32,6 +32,7 @@ LOOKS = {  # words, colour and marker
     "ray": ("full net in Ray Serve", "#b07a00", "^"),
 }
 BEGIN, END = "<!-- benchmarks/serve.py --table writes from here -->\n", "<!-- to here -->\n"
+BRIEF = "<!-- benchmarks/serve.py --table writes in brief from here -->\n"
 SHED = (408, 429, 503, 504)  # a server's ways to say that there is no answer by the deadline
 
 
@@ -110,13 +111,33 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join([*lines, "", said(run, list(rows.values()))])
 
 
+def brief(run: dict[str, Any]) -> str:
+    """Markdown, a line for each contender: the share that was right and in time at each rate, and how the highest rate went."""
+    best = {load: max(each[str(load)]["right_on_time"] for each in run["contenders"].values()) for load in LOADS}
+    lines = [
+        f"| right and in time, % | {' | '.join(f'{load:g}x' for load in LOADS)} | no stage at {LOADS[-1]:g}x, % "
+        f"| late at {LOADS[-1]:g}x, % | right a second at {LOADS[-1]:g}x |",
+        "|---" * (len(LOADS) + 4) + "|",
+    ]
+    for name, rows in run["contenders"].items():
+        cells = [LOOKS[name][0]]
+        for load in LOADS:
+            right, most = (f"{100 * part:.1f}" for part in (rows[str(load)]["right_on_time"], best[load]))
+            cells.append(f"**{right}**" if right == most else right)
+        last = rows[str(LOADS[-1])]
+        cells += [share(last["nothing"], last["n"]), share(last["late"], last["n"]), f"{last['goodput']:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", said(run, [row for each in run["contenders"].values() for row in each.values()])])
+
+
 def with_table(page: str, run: dict[str, Any]) -> str:
-    """A page with this run's table in its place."""
-    before, _, rest = page.partition(BEGIN)
+    """A page with this run's table in its place, whole or in brief."""
+    begin, write = (BRIEF, brief) if BRIEF in page else (BEGIN, table)
+    before, _, rest = page.partition(begin)
     _, mark, after = rest.partition(END)
     if not mark:
         raise SystemExit(f"the page has no place for the table: {BEGIN.strip()} and {END.strip()}, each on a line")
-    return f"{before}{BEGIN}\n{table(run)}\n\n{END}{after}"
+    return f"{before}{begin}\n{write(run)}\n\n{END}{after}"
 
 
 def said(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

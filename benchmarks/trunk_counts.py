@@ -1,4 +1,4 @@
-"""What a step with one exact gradient per task must multiply, for the trunks of docs/gradients.md, beside what was measured.
+"""What a step with one exact gradient per task must multiply, for the trunks of docs/log/gradients.md, beside what was measured.
 
     python benchmarks/trunk_counts.py                  counts, and the figures of results/gradients-cpu.json
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import serve
 from load import Clients, Sent, cpu_seconds, read_body
-from serve_figures import BEGIN, END, LOADS, draw, summary, table, with_table
+from serve_figures import BEGIN, BRIEF, END, LOADS, brief, draw, summary, table, with_table
 
 
 def reply(stage: int, label: int, name: str = "net") -> bytes:
@@ -69,6 +69,9 @@ def test_the_table_says_who_is_best_and_how_few_got_nothing(tmp_path: Path) -> N
     assert page == with_table(page, run) == f"a\n{BEGIN}\n{text}\n\n{END}z\n"
     with pytest.raises(SystemExit, match="no place"):
         with_table("a", run)
+    text = brief(run)
+    assert "| nest | **94.1** | **94.1** | **94.1** | **94.1** | 1 (1) | 0 | 94 |" in text and "100 to 100" in text
+    assert with_table(f"a\n{BRIEF}old\n{END}z\n", run) == f"a\n{BRIEF}\n{brief(run)}\n\n{END}z\n"
     pytest.importorskip("matplotlib")
     draw(run, str(tmp_path / "load.png"))
     assert (tmp_path / "load.png").stat().st_size > 1000
@@ -77,8 +80,9 @@ def test_the_table_says_who_is_best_and_how_few_got_nothing(tmp_path: Path) -> N
 def test_the_page_shows_the_last_run_and_no_figure_copied_by_hand() -> None:
     root = Path(__file__).parent.parent
     run = json.loads((root / "results" / "serve-cpu.json").read_text(encoding="utf-8"))["runs"][-1]
-    page = (root / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert with_table(page, run) == page, "run: python benchmarks/serve.py --json ... --table docs/serving.md"
+    for name in ("docs/serving.md", "docs/log/serving.md"):
+        page = (root / name).read_text(encoding="utf-8")
+        assert with_table(page, run) == page, f"run: python benchmarks/serve.py --json ... --table {name}"
 
 
 @pytest.mark.parametrize("contender", ["nest", "kept", "apart"])
