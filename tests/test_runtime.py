@@ -40,7 +40,7 @@ from nestling.runtime.build import ENGINES
 from nestling.runtime.engine import Floats
 from nestling.runtime.guard import Guard
 from nestling.runtime.mailbox import Mailbox
-from nestling.runtime.pace import ENDED, Recently
+from nestling.runtime.pace import ENDED, FORGET, KEPT, Recently
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import LATE, Margin, Price, Promise
 from nestling.runtime.question import Ring
@@ -486,10 +486,10 @@ def test_a_stage_that_is_not_run_follows_those_that_are_and_is_tried_again() -> 
     for _ in range(20):  # it is over, but time is too short for stage 2 to be run
         pace.observe(1, 0.001)
     assert pace.quantile(2, 0.5) < 0.006
-    for _ in range(64):
+    for _ in range(KEPT):
         pace.gave_up(2, 0.050)
     assert pace.quantile(2, 0.5) > 0.04
-    for _ in range(64 * 8):
+    for _ in range(KEPT * FORGET):
         pace.skip(2)
     assert pace.quantile(2, 0.5) < 0.006
 

@@ -9,10 +9,11 @@ machine one begins with the largest that fits, on a busy one with what fits even
 from collections.abc import Sequence
 
 from nestling.runtime.pace import Pace
+from nestling.runtime.promise import USUAL
 
 BEST_GUESS = 0.1  # error of the first stage where errors are not known; each further stage takes away a fifth
 NEXT = 0.8
-ROUNDING = 1e-9
+EQUAL = 4e-3  # errors that differ by less are the same: one run of a few hundred that took longer makes as much
 MOSTLY = 0.5  # who is late as often as that is not only a little late
 A_LITTLE = 0.3e-3  # seconds after the deadline by which an answer
 SLIGHTLY = 0.03  # loses so much of its worth; how often that may happen is the promise's business
@@ -40,7 +41,7 @@ class Beginnings:
         late = price * self.errors[0]
         if self.last_is_best and sum(self.pace.overruns(self.stages, left, straight=True)) == 0:
             return self.stages  # the usual case where there is time
-        best, least = 1, late - ROUNDING
+        best, least = 1, late - EQUAL
         for stage in range(1, self.stages + 1):
             slow, lost = self.pace.overruns(stage, left, straight=True)
             if slow + lost < MOSTLY:
@@ -50,8 +51,8 @@ class Beginnings:
                 after = left - self.pace.quantile(stage, 0.5, straight=True)
                 worth = min(self.errors[stage], self.going(stage, after, late))
                 expected = (1 - lost) * worth + lost * late
-                if expected <= least + ROUNDING:  # of equals the largest: it is done sooner than one by one
-                    best, least = stage, expected
+                if expected <= least + EQUAL:  # of equals the largest: it is done sooner than one by one
+                    best, least = stage, min(least, expected)
         return best
 
     def goes_on(self, stage: int, left: float, price: float = 1.0) -> bool:
@@ -60,7 +61,9 @@ class Beginnings:
 
     def going(self, stage: int, left: float, late: float) -> float:
         """The error to expect of who goes on from a stage: stopped in time, it is that stage's."""
-        if stage == self.stages or left <= 0:
+        if (
+            stage == self.stages or left <= 0 or self.pace.quantile(stage + 1, USUAL) > left
+        ):  # what is not begun (here.py)
             return self.errors[stage]
         stopped, interrupted = self.pace.overruns(stage + 1, left)
         done = 1 - stopped - interrupted

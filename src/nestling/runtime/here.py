@@ -49,8 +49,8 @@ def stages_here(worker: "Worker", lane: "Lane", image: ImageWork, work: Work, pr
         image.tried = ("jump" if straight else "first") if first else "sure" if sure else "guarded"
         if not (sure or engine.stops):
             return False
-        alone = pace.crowded and image.tried == "first" and fits  # whoever is interrupted then has nothing less to give
-        guarded = left < inf and engine.stops and (soon or not alone)
+        alone = pace.crowded and first and fits  # whoever is interrupted then has nothing less to give
+        guarded = left < inf and engine.stops and (soon or straight or not alone)
         patient = first and fits and (easy or pace.may_be_in_time(stage, by - now, left + A_LITTLE, straight, price))
         until = image.deadline + likely * (TURNS if alone else 1) if patient or certain else by
         if guarded and until <= now and not easy:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 GAIN = 0.2  # how much a new observation counts; a busy machine is noticed within about five stages
 LIMIT = 4.0  # one observation counts as at most so many times slower or faster than expected: stalls are rare, not news
-KEPT = 64  # runs of each stage that quantiles are taken from
-RUNS = 256  # of all stages together, by which interruptions are known: they are rare
+KEPT = 256  # runs of each stage that quantiles are taken from: one in a hundred decides between stages that differ by a point
+CAUGHT = 512  # by which it is known how often it is interrupted
+RUNS = 512  # of all stages together, by which interruptions are known: they are rare
 TIMES = 3  # that one stage is interrupted, at most
 LENGTHS = 4  # quantiles that stand for how long they are
 NOTICED = 0.2e-3  # seconds; who waits less has not been interrupted
@@ -27,9 +28,9 @@ ENDED = 6  # of them are ended to see that, when a runtime is made
 ENDING = 0.3e-3  # seconds, until then
 MOST = 0.9  # of them
 MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes longer was stopped by others
-FORGET = 8  # times that a stage was not begun after which one more run counts as having gone as predicted,
-FORGET_CAUGHT = 64  # and as not interrupted
-GUESS = 8  # runs that the guess from all stages counts for, where a stage's own runs tell how often it is interrupted
+FORGET = 2  # times that a stage was not begun after which one more run counts as having gone as predicted,
+FORGET_CAUGHT = 16  # and as not interrupted
+GUESS = 1.0  # interruptions that the guess from all stages counts for, where a stage's own runs tell how often it is interrupted
 Wait = tuple[float, int]  # seconds that a thread waited for a processor, and how many times
 CALM: Wait = (0.0, 0)
 
@@ -141,9 +142,11 @@ class Pace:
         over, rate, caught = timing.recent.over, waits.rate, timing.caught[self.crowded]
         if not (rate or caught.times):
             return over(left / predicted), 0.0
-        # Who has just got the processor keeps it for a while, so long stages are interrupted more often than by their length.
+        # Who has just got the processor keeps it for a while, so long stages are interrupted more often than by their length:
+        # what all runs together say is a guess, and a stage's own runs say how far it is off.
         work = predicted * timing.recent.quantile(0.5)
-        once = (caught.times + GUESS * (1 - math.exp(-rate * work))) / (len(caught.runs) + GUESS)
+        guess = 1 - math.exp(-rate * work) if rate else caught.times / len(caught.runs)
+        once = min(1.0, guess * (caught.times + GUESS) / (guess * len(caught.runs) + GUESS))
         chance, before, interrupted = once, 0.0, 0.0  # of so many interruptions; to be late after one less; of all
         own = over(left / predicted) * (1 - once)
         for times in range(1, TIMES + 1):
@@ -184,7 +187,7 @@ class Caught:
 
     def add(self, interrupted: bool) -> None:
         self.runs.append(interrupted)
-        self.times += interrupted - (self.runs.popleft() if len(self.runs) > KEPT else 0)
+        self.times += interrupted - (self.runs.popleft() if len(self.runs) > CAUGHT else 0)
 
 
 class Waits:
