@@ -69,6 +69,8 @@ def test_a_verdict_needs_three_seeds_and_an_interval_that_leaves_out_the_contrar
     )
     assert verdict(estimate([0.1, 0.5, 0.9])) == "open", "0.5 ± 0.23 is 2.2 standard errors, but of three seeds"
     assert verdict(estimate([-0.2, -0.21, -0.22]), least=-0.5) == "holds"
+    eleven = estimate([1.0, -1.0] * 5 + [0.0])  # of eleven, 2.228 standard errors
+    assert eleven.interval is not None and eleven.error is not None and eleven.interval[1] >= 2.228 * eleven.error
 
 
 def test_the_images_own_error_is_that_of_a_share() -> None:

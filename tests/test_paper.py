@@ -28,6 +28,7 @@ from nestling.runs.folder import RunDir
 from nestling.studies.paper.constant import CONSTANTS, SHORT, as_usual, setting
 from nestling.studies.paper.everything import Job, everything, missing_jobs
 from nestling.studies.paper.grid import SCOPES, TABLES, cells, four_orders, recipe_of, run_name, train_cells
+from nestling.studies.paper.packed import by_progress
 from nestling.studies.paper.results import (
     TINY,
     changes,
@@ -383,6 +384,10 @@ def test_a_plan_says_what_is_left(tmp_path: Path) -> None:
     left = command("all", **words, results=str(tmp_path / "results"))["plan"]
     assert [line["run"] for line in left] == [line["run"] for line in every[1:]]
     assert left[0]["minutes"] == pytest.approx(every[1]["minutes"] / 4, abs=0.1)
+    [greedy, *_] = command("all", **words | {"strategy": ("greedy",)}, results="")["plan"]
+    assert greedy["minutes"] == pytest.approx(3 * every[0]["minutes"], abs=0.2), (
+        "a step of SGD's for each of three stages"
+    )
     show({"part": "all", "plan": left})
     with pytest.raises(NestlingError, match="did you mean width-resnet42"):
         command("all", network=("width-resnet",), plan=True)
@@ -425,6 +430,27 @@ def test_all_that_ran_out_of_time_says_what_is_left(tmp_path: Path, monkeypatch:
     show(found)
 
 
+def test_all_goes_on_with_what_trials_have_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call is enough: trials choose the constant of normalised gradients, whose runs come next, before greedy training."""
+    calls: list[list[str]] = []
+
+    def told(chosen: Any, out: str, beside: int, seconds: float, *rest: Any, takes: Any) -> dict[str, str]:
+        calls.append([name for name, _ in chosen])
+        assert seconds <= 120
+        rows = [{**each, "data": "cifar10", "device": "NVIDIA H200"} for each in trial_rows(8.0)]
+        store(rows, str(tmp_path / "results"))
+        return {}
+
+    monkeypatch.setattr("nestling.commands.paper.train_cells", told)
+    words: dict[str, Any] = {"out": str(tmp_path / "runs"), "results": str(tmp_path / "results"), "minutes": 2}
+    command("all", network=("width-resnet42",), strategy=("normsgd", "sgd", "greedy"), **words)
+    first, whole = calls
+    trial = "width-resnet42-normsgd-validation-5000-constant-8-epochs-30-schedule-cosine-seed0"
+    assert first[0] == "width-resnet42-sgd-seed0" and first[-1] == trial
+    assert whole[: len(first)] == first
+    assert whole[len(first) :][:2] == ["width-resnet42-normsgd-constant-8-seed0", "width-resnet42-greedy-seed0"]
+
+
 def test_runs_travel_in_small_files_and_go_on_elsewhere_as_if_never_stopped(tmp_path: Path) -> None:
     """One finished run and one in progress are packed on a machine that is given back; on the next one nothing is trained
     twice, and the weights are those of a run that was never stopped."""
@@ -452,6 +478,16 @@ def test_runs_travel_in_small_files_and_go_on_elsewhere_as_if_never_stopped(tmp_
     whole, _ = RunDir(tmp_path / "whole").load_tensors(WEIGHTS)
     assert all(torch.equal(mine[key], value) for key, value in whole.items())
     assert len(read_results(second["results"])) == 6
+
+
+def test_greedy_runs_travel_by_how_near_their_own_end_they_are(tmp_path: Path) -> None:
+    """Of 200 epochs for each of three stages 250 are not the end."""
+    for name, epoch in (("greedy", 250), ("sgd", 190)):
+        run = RunDir.create(tmp_path / name)
+        run.write_recipe(override(named("cifar10-width"), [f"strategy.name={name}"]))
+        run.append_log({"epoch": epoch})
+        run.save_checkpoint({"noise": torch.rand(1)}, {})
+    assert [run.path.name for run in by_progress(tmp_path)] == ["sgd", "greedy"]
 
 
 def test_what_finds_no_room_is_named_and_what_is_not_packed_runs_is_refused(tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) ->
     [
         (["strategy.order=1,2"], "expected each of 1 to 3 once"),
         (["strategy.importance=1,2"], "this network has 3 stages"),
+        (["network.alone=2", "strategy.importance=1,1,2"], "this network has one stage"),
         (["train.batch=600"], "more than the 512 training images"),
         (["network.name=width-digit"], "did you mean width-digits"),
         (["train.engine=graph", "train.device=cpu"], "train.engine=graph cannot be used"),

@@ -1,6 +1,7 @@
 """`nestling paper`: a part of the paper's grid, or all of it in order of value, is trained, measured or drawn."""
 
 import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +18,16 @@ from nestling.errors import NestlingError
 from nestling.files import RESULTS
 from nestling.recipes.recipe import Recipe
 from nestling.report.paper.tables import LEGEND, Table, tables
-from nestling.studies.paper.everything import CIFAR10, SEEDS, TINY_NETWORKS, Job, everything, missing_jobs, seconds_left
+from nestling.studies.paper.everything import (
+    CIFAR10,
+    SEEDS,
+    TINY_NETWORKS,
+    Job,
+    everything,
+    missing_jobs,
+    seconds_left,
+    until_told,
+)
 from nestling.studies.paper.grid import CHOICES, cells, known, train_cells
 from nestling.studies.paper.packed import pack, unpack
 from nestling.studies.paper.results import TINY, collect, compare, read_results, store
@@ -107,6 +117,14 @@ def command(
     seconds = 60 * minutes if minutes else float("inf")
     train = partial(train_on_ray, quiet=quiet) if on == "ray" else partial(train_cells, takes=seconds_left)
     line += " --on ray" if on == "ray" else ""
+    first = until_told(jobs) if part == ALL and not dry else []
+    if first:  # else normalised gradients would wait for the next call, behind all that is worth less
+        began = time.monotonic()
+        train([(job.name, job.recipe) for job in first], out, beside, seconds, line, lambda path: keep([path], results))
+        seconds = max(0.0, seconds - (time.monotonic() - began))
+        names = {job.name for job in first}
+        more = jobs_of_all(network, strategy, seeds or SEEDS, set, out, results)
+        jobs = [*first, *(job for job in more if ready(job) and job.name not in names)]
     return trained(part, jobs, line, out, results, beside, seconds, dry, train)
 
 

@@ -38,6 +38,11 @@ def task_orders(strategy: StrategyRecipe, stages: int) -> list[list[int]]:
 def task_importance(strategy: StrategyRecipe, stages: int) -> list[list[float]]:
     """Weights of the losses: one list, or several to follow each other."""
     given = list(strategy.importance) or [1.0] * stages
+    if stages == 1 and len(given) > 1:
+        raise NestlingError(
+            f"strategy.importance has {len(given)} values; this network has one stage, whose loss has no other beside it: leave "
+            "strategy.importance out"
+        )
     if len(given) % stages:
         raise NestlingError(
             f"strategy.importance has {len(given)} values; this network has {stages} stages: give one each (or several such "

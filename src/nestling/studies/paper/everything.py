@@ -14,7 +14,7 @@ from nestling.nets import plan
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, override
 from nestling.runs.folder import RunDir
 from nestling.studies.paper.constant import CONSTANTS, SHORT, calibrated, setting
-from nestling.studies.paper.grid import STUDIED, TABLES, cells, run_name, sizes
+from nestling.studies.paper.grid import STUDIED, TABLES, all_epochs, cells, run_name, sizes
 from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, changes, strategy_name
 
 SEEDS = 3
@@ -139,6 +139,12 @@ def missing_jobs(jobs: Iterable[Job], out: Path, rows: Iterable[Row]) -> list[Jo
     return sorted(found, key=lambda job: not RunDir(out / job.name).has(CHECKPOINT))
 
 
+def until_told(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs up to the last trial, which says what is to follow; none where no trial is missing."""
+    trials = [place for place, job in enumerate(jobs) if set(SHORT) <= set(changes(job.recipe).split())]
+    return list(jobs[: trials[-1] + 1]) if trials else []
+
+
 def row_key(row: Row) -> tuple[object, ...]:
     keys = ("data", "network", "strategy", "changes", "epochs", "seed", "stage")
     return tuple(row.get(key) for key in keys)
@@ -163,14 +169,12 @@ IMAGENET_MS = {"resnet50": 52.1, "sparse66": 72.8}  # of pictures of 224x224, ba
 SMALLER = (64 / 224) ** 2  # what is left of it at 64x64, at best
 SEVERAL = 1.5  # how much more a step takes that needs a gradient for every task (1.55 and 1.50 there)
 ROOM = 1.2  # runs that were planned to take 8.5 minutes took 10
-UNFUSED = 4.0  # and one of greedy training, without kernels of our own, as far as is known
 
 
 def minutes_left(recipe: Recipe, path: Path) -> float:
     """What is left of a run, as chip_minutes counts."""
-    epochs = recipe.train.epochs * (len(sizes(recipe.network)) if recipe.strategy.name == "greedy" else 1)
     done = max((line["epoch"] for line in RunDir(path).read_log()), default=0)
-    return chip_minutes(recipe) * (1 - done / max(1, epochs))
+    return chip_minutes(recipe) * (1 - done / max(1, all_epochs(recipe)))
 
 
 def seconds_left(recipe: Recipe, path: str) -> float:
@@ -190,7 +194,7 @@ def chip_minutes(recipe: Recipe) -> float:
             0.3 + 0.7 * stages[recipe.network.alone - 1][1] / stages[-1][1]
         )  # kernels take their time when small, too
     elif name == "greedy":
-        step *= UNFUSED * len(stages)
+        step *= len(stages)  # each has its turn; forward it is a step of SGD, backward at most that
     elif name not in ("sgd", "sgd-sum"):
         step *= SEVERAL
     return step * steps * recipe.train.epochs / 60_000

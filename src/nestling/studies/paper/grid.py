@@ -137,11 +137,15 @@ def run_name(recipe: Recipe) -> str:
 
 
 @cache
-@cache
 def sizes(network: NetworkRecipe) -> tuple[tuple[str, int], ...]:
     """Every stage's size and multiply-accumulates."""
     found = plan(network)
     return tuple((size, found.macs(stage)) for stage, size in zip(found.answering, found.sizes, strict=True))
+
+
+def all_epochs(recipe: Recipe) -> int:
+    """Epochs of a whole run: greedy training has the recipe's for every stage."""
+    return recipe.train.epochs * (len(sizes(recipe.network)) if recipe.strategy.name == "greedy" else 1)
 
 
 def sizes_of(network: str) -> tuple[tuple[str, int], ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from nestling.errors import NestlingError
 from nestling.files import CHECKPOINT, LOG, PROVENANCE, RECIPE, RESULTS, write_atomically
 from nestling.runs.folder import RunDir
+from nestling.studies.paper.grid import all_epochs
 
 MIB = 2**20
 WORDS = (RECIPE, PROVENANCE, LOG, RESULTS)
@@ -65,7 +66,7 @@ def by_progress(runs: Path) -> list[RunDir]:
 
 def progress(run: RunDir) -> float:
     """The share of a run's epochs that is done."""
-    return epochs(run) / max(1, run.read_recipe().train.epochs)
+    return epochs(run) / max(1, all_epochs(run.read_recipe()))
 
 
 def epochs(run: RunDir) -> int:

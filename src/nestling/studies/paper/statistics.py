@@ -29,7 +29,7 @@ class Estimate:
         """Where the mean of many seeds lies, with 95 % confidence; None where there are too few to tell."""
         if self.error is None:
             return None
-        half = self.error * T95.get(self.n, 2.2)
+        half = self.error * T95.get(self.n, 2.23)  # of more than ten at most that
         return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
