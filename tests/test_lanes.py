@@ -178,3 +178,49 @@ def test_threads_in_one_engine_never_share_an_answer() -> None:
             return caller
 
         assert sorted(pool.map(ask, range(8))) == list(range(8))
+
+
+# --- threads of the runtime's own --------------------------------------------------------------------------------
+
+
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nestling-stages"]
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_parts_of_a_batch_are_run_at_the_same_time_where_the_engine_serves_several(places: int) -> None:
+    """As many stages wait at a gate as there are places; one thread serves a single question, and all end with the runtime."""
+    engine, before = Gated(places), len(ours())
+    spec = Spec("gated", SHAPE, tuple("abc"), ("s1", "s2"))
+    with Anytime(engine, spec, Pace([1e-4] * 2), memory=2 * engine.row_bytes) as runtime:
+        assert runtime.ask(image()).result().final and len(ours()) == before + 1
+        asked = ThreadPoolExecutor(1).submit(runtime.answer_batch, np.stack([image(Gated.HELD)] * 8))
+        wait_until(lambda: sum(stage == 2 for stage, pixel, _ in engine.log if pixel == Gated.HELD) == places)
+        assert len({thread for stage, pixel, thread in engine.log if stage == 2 and pixel == Gated.HELD}) == places
+        engine.gate.set()
+        assert all(answer.final for answer in asked.result(LONG))
+    assert len(ours()) == before
+
+
+def test_first_answers_go_before_states_where_there_is_a_deadline() -> None:
+    """Eight images and memory for the states of two: with a deadline everybody gets stage 1 before anybody gets stage 2."""
+    engine = Gated(1)
+    spec = Spec("gated", SHAPE, tuple("abc"), ("s1", "s2"))
+    with Anytime(engine, spec, Pace([1e-4] * 2), memory=2 * engine.row_bytes) as runtime:
+        held = ThreadPoolExecutor(1).submit(runtime.answer, image(Gated.HELD))
+        assert engine.held.wait(LONG)
+        asked = ThreadPoolExecutor(1).submit(runtime.answer_batch, np.stack([image()] * 8), deadline=LONG)
+        wait_until(lambda: len(runtime.worker.queues.fresh) >= 4)
+        engine.log.clear()
+        engine.gate.set()
+        assert all(answer.final for answer in asked.result(LONG)) and held.result(LONG).final
+        stages = [stage for stage, pixel, _ in engine.log if pixel == 0.0]
+    assert stages[:4] == [1, 1, 1, 1] and stages.count(2) == 4 and runtime.worker.queues.begun_images == 0
+
+
+def test_who_fails_is_not_on_the_way_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    with runtime_of(Gated()) as runtime:
+        monkeypatch.setattr(runtime.beginnings, "goes_on", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runtime.answer(image(), deadline=LONG)
+        assert not runtime.worker.coming and all(not lane.lock.locked() for lane in runtime.worker.lanes)

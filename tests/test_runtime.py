@@ -641,7 +641,7 @@ def test_works_given_up_do_not_pile_up_while_there_is_always_other_work() -> Non
     with runtime:
         for _ in range(60):
             pending = [runtime.ask(image(), deadline=0.01) for _ in range(3)]
-            assert len(runtime.worker.late) <= 6
+            assert len(runtime.worker.queues.late) <= 6
             for each in pending:
                 each.result()
 

@@ -237,10 +237,17 @@ class Anytime:
         if count == 1:
             asked[0].trail = Trail(began, self.pace.slowdown)
         size = self._together(min((limit for limit in limits if limit > 0), default=inf))
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            first = None if normalised else start
-            self.worker.submit(Work(asked[part], images[part], first=first, straight=straight and not thresholds))
+        self.worker.submit(
+            *(
+                Work(
+                    asked[start : start + size],
+                    images[start : start + size],
+                    first=None if normalised else start,
+                    straight=straight and not thresholds,
+                )
+                for start in range(0, count, size)
+            )
+        )
         if self.worker.closing:  # closed meanwhile by another thread: nobody would wake us
             waiting.signal.put(None)
         return waiting

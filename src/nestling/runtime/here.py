@@ -29,7 +29,7 @@ def stages_here(worker: "Worker", lane: "Lane", image: ImageWork, work: Work, pr
     pace.crowded = image.deadline < inf and worker.processor.crowded()
     by = image.deadline + A_LITTLE - pace.ending  # who is told to end by then is at most a little late
     while not (image.final or worker.closing) and (left := image.deadline - (now := worker.clock())) > 0:
-        if work.stop.asked or worker.fresh or worker.begun:
+        if work.stop.asked or worker.queues.somebody:
             return False
         early, price = (0.0, 1.0) if easy else (promise.early.value, promise.price.value)
         stage, first = worker.next_stage(work, left - early, price), not image.best[0]

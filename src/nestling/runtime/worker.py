@@ -1,14 +1,12 @@
 """The worker: decides which stage is run next, and runs it in the caller's thread or in one of its own.
 
 In: works, groups of images that have the same stages behind them. A caller who finds a place in the engine (lane.py), and nobody
-who waits, runs the stages of its image itself, as long as they are in time (`run_here`). Otherwise the thread does: whoever has
-least goes first, everybody gets stage 1 before anybody gets stage 2, among equals the earliest deadline. A stage that cannot be
-in time is not started while others wait; one whose time is up ends at the next layer once others come. States of unfinished
-images are kept, the newest `keep`. Callers never wait for a stage of the thread: they look at `image.best` when time is up.
+who waits, runs the stages of its image itself, as long as they are in time (`run_here`). Otherwise a thread of ours does, one for
+each place once so many have something to do: everybody gets stage 1 before anybody gets stage 2 (queues.py). A stage that cannot
+be in time is not started while others wait; one whose time is up ends at the next layer once others come. States of unfinished
+images are kept, the newest `keep`. Callers never wait for a stage of a thread: they look at `image.best` when time is up.
 """
 
-import heapq
-import itertools
 import os
 import threading
 import weakref
@@ -26,8 +24,9 @@ from nestling.runtime.here import stages_here
 from nestling.runtime.lane import Lane
 from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
-from nestling.runtime.processor import Processor
+from nestling.runtime.processor import Processor, give_way
 from nestling.runtime.promise import USUAL, Promise
+from nestling.runtime.queues import Queues
 from nestling.runtime.work import ImageWork, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -35,7 +34,7 @@ COMPACT = 0.75  # a batch is cut down when at most this share of it still has ti
 
 
 class Worker:
-    """Owns the thread, the queues and the engine. Everything here is thread-safe."""
+    """Owns the threads, the queues and the engine. Everything here is thread-safe."""
 
     def __init__(
         self,
@@ -56,17 +55,15 @@ class Worker:
         self.recent = Recent()
         self.lock = threading.Lock()
         self.bell = Bell()  # there is something to do; rung without the lock
-        self.fresh: list[tuple[float, int, Work]] = []  # heaps: without any stage yet, by deadline
-        self.begun: list[tuple[int, float, int, Work]] = []  # by stages done, then deadline
-        self.late: list[tuple[float, int, Work]] = []  # given up while others waited; tried again when nobody does
-        self.order = itertools.count()
+        self.coming: deque[None] = deque()  # one for each caller who is on its way to a place or a queue
+        self.queues = Queues(self.keep)
         self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
-        self.parked_images = self.begun_images = 0
-        self.mine: Work | None = None  # what the thread runs
-        self.freed, self.wants = Bell(), False  # a lane; whether the thread waits for that
+        self.parked_images = 0
+        self.mine: dict[int, Work] = {}  # what each thread of ours runs
+        self.freed, self.wants = Bell(), 0  # a lane; how many threads of ours wait for that
         self.closing = False
-        self.thread = threading.Thread(target=self.live, name="nestling-stages", daemon=True)
-        self.thread.start()
+        self.threads: list[threading.Thread] = []  # one for each lane, once there is enough to do
+        self.hire()
 
     # --- called by anybody ---------------------------------------------------------------------------------------
 
@@ -78,20 +75,26 @@ class Worker:
                 "which a fork leaves behind: make the runtime in the process that asks it, or start processes by 'spawn'"
             )
 
-    def submit(self, work: Work) -> None:
-        """Queue a work, and end a running stage that nobody waits for. Without time it is only kept for later."""
+    def submit(self, *works: Work) -> None:
+        """Queue works, all before the first is begun, for whoever begins one takes this thread's processor; and end a running
+        stage that nobody waits for. Those without time are only kept for later."""
         with self.lock:
-            if work.deadline() <= (now := self.clock()):
-                for image in work.images:
-                    remember(image, now, self.recent)
-                work.rest()
-                return
-            self.push(work)
-            self.end_expired()
-            if (lane := self.in_the_way(work)) is not None:
-                lane.busy_until = -inf
-                lane.end()
-        self.bell.ring()
+            now, queued = self.clock(), 0
+            for work in works:
+                if work.deadline() <= now:
+                    for image in work.images:
+                        remember(image, now, self.recent)
+                    work.rest()
+                    continue
+                self.queues.push(work)
+                queued += 1
+                if (lane := self.in_the_way(work)) is not None:
+                    lane.busy_until = -inf
+                    lane.end()
+            if queued:
+                self.end_expired()
+        for _ in range(min(queued, len(self.lanes))):
+            self.bell.ring()
 
     def in_the_way(self, work: Work) -> Lane | None:
         """The lane whose later stage, or D_s at once, takes so long that not all who came meanwhile could have a first one."""
@@ -101,14 +104,14 @@ class Worker:
         by = min(work.deadline(), *(image.due for image in work.images))
         open_now = [lane for lane in self.lanes if lane.busy_until == -inf]
         free = self.clock() if open_now else min(lane.busy_until for lane in self.lanes)
-        firsts = len(self.fresh) * self.pace.quantile(1, USUAL) / max(1, len(open_now))
+        firsts = len(self.queues.fresh) * self.pace.quantile(1, USUAL) / max(1, len(open_now))
         return longest if free + firsts > by else None
 
     def make_room(self, lane: Lane) -> None:
         """Raise Abandoned where a stage that is about to begin would keep out somebody who came just now."""
-        if self.fresh:
+        if self.queues.fresh:
             with self.lock:
-                if self.fresh and self.in_the_way(self.fresh[0][-1]) is lane:
+                if self.queues.fresh and self.in_the_way(self.queues.fresh[0][-1]) is lane:
                     raise Abandoned
 
     def resume(self, image: ImageWork, deadline: float) -> Work | None:
@@ -126,7 +129,7 @@ class Worker:
         """Somebody's time is up: the stage ends at the next layer if it was for them and costs others, here or on a busy
         machine; otherwise it finishes for a later refine. Takes no lock, so as not to be late itself; at worst a stage
         ends that was just asked for again, and is begun anew."""
-        if self.fresh or self.begun or self.pace.drag > BUSY:
+        if self.queues.somebody or self.pace.drag > BUSY:
             self.end_expired()
 
     def cancel(self, images: Sequence[ImageWork]) -> None:
@@ -145,7 +148,7 @@ class Worker:
                 running.stop.set()
 
     def close(self) -> None:
-        """End the running stages, the thread and the engine. Waiting callers are told, and answer with what they have."""
+        """End the running stages, the threads and the engine. Waiting callers are told, and answer with what they have."""
         if os.getpid() != self.process:
             return  # the thread, the engine and perhaps the lock are those of the process that this one was forked from
         with self.lock:
@@ -156,8 +159,9 @@ class Worker:
                 lane.end()
         self.bell.ring()
         self.freed.ring()
-        if self.thread is not threading.current_thread():
-            self.thread.join()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
         own = next((lane for lane in self.lanes if lane.here == threading.get_ident()), None)
         for lane in self.lanes:
             lane.guard.close()
@@ -174,30 +178,35 @@ class Worker:
     def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
         overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait until it is due."""
+        self.coming.append(None)
         lane = self.free_lane()
-        if lane is None:
-            work.running = False
-            return self.leave(image, work, promise, due)
-        turn = True
-        try:
-            if not (self.fresh or self.begun or self.late or self.closing):  # where many wait, one at a time is sooner
-                lane.running, work.running, work.stop = work, True, Stop()
-                turn = stages_here(self, lane, image, work, promise)
-            else:
+        if lane is not None:
+            self.coming.pop()
+            try:
                 turn = self.closing
-        finally:
-            work.running = False
-            self.release(lane)
+                if not (self.queues.anything or turn):  # where many wait, one at a time is sooner
+                    lane.running, work.running, work.stop = work, True, Stop()
+                    turn = stages_here(self, lane, image, work, promise)
+                if not turn:
+                    self.coming.append(None)  # again, before anybody else has the lane
+            finally:
+                work.running = False
+                self.release(lane)
             if turn:
                 with self.lock:
                     if image.final:
                         work.forget()
                     else:
                         self.park(work)
-        return turn or self.leave(image, work, promise, due)
+                return True
+        work.running = False
+        try:
+            return self.leave(image, work, promise, due)
+        finally:
+            self.coming.pop()
 
     def leave(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
-        """Let the thread go on with what a caller did not run itself."""
+        """Let our threads go on with what a caller did not run itself."""
         image.due = due
         image.deadline = min(image.deadline, due if image.best[0] else promise.patient(due, image.deadline))
         self.submit(work)
@@ -220,53 +229,30 @@ class Worker:
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
-        if work.done or not (work.straight and self.engine.jumps):
+        if work.done or not (work.straight and self.engine.jumps) or self.more_than_places():
             return work.done + 1
         return self.engine.stages if left == inf else self.beginnings.first(left, price)
 
+    def more_than_places(self) -> bool:
+        """Whether more callers are on their way than there are free lanes: then everybody begins with stage 1."""
+        return len(self.coming) > sum(not lane.lock.locked() for lane in self.lanes)
+
     # --- under the lock ------------------------------------------------------------------------------------------
-
-    def push(self, work: Work) -> None:
-        work.queued = True
-        if work.done:
-            heapq.heappush(self.begun, (work.done, work.deadline(), next(self.order), work))
-            self.begun_images += len(work.images)
-        else:
-            heapq.heappush(self.fresh, (work.deadline(), next(self.order), work))
-
-    def pop(self) -> Work | None:
-        """The next work in turn, whether or not it still has time."""
-        # New images wait when the states of begun ones already fill the memory.
-        full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].images) > self.keep
-        work: Work | None = None
-        if self.fresh and not full:
-            work = heapq.heappop(self.fresh)[-1]
-        elif self.begun:
-            work = heapq.heappop(self.begun)[-1]
-            self.begun_images -= len(work.images)
-        elif self.late:
-            work = heapq.heappop(self.late)[-1]
-        if work is not None:
-            work.queued = False
-        return work
 
     def choose(self) -> Work | None:
         """The work to run now; those that have no time left are put aside."""
-        while self.late and self.late[0][0] <= self.clock():  # they must not pile up while there is always other work
-            expired = heapq.heappop(self.late)[-1]
-            expired.queued = False
+        while (expired := self.queues.pop_expired(self.clock())) is not None:
             if expired.deadline() > self.clock():  # somebody asked for more meanwhile
-                self.push(expired)
+                self.queues.push(expired)
             else:
                 self.park(expired)
-        while (work := self.pop()) is not None:
-            now, others = self.clock(), bool(self.fresh or self.begun)
+        while (work := self.queues.pop()) is not None:
+            now, others = self.clock(), self.queues.somebody
             alive = [place for place, image in enumerate(work.images) if image.deadline > now and not image.final]
             if not alive:
                 self.park(work)
             elif others and now + self.pace.predict(work.done + 1, len(alive)) > work.deadline():
-                work.queued = True
-                heapq.heappush(self.late, (work.deadline(), next(self.order), work))
+                self.queues.push_late(work)
             elif len(alive) <= COMPACT * len(work.images):
                 idle, work = work, work.part(alive)
                 self.park(idle)
@@ -289,20 +275,28 @@ class Worker:
             if old is not None and not (old.queued or old.running):
                 old.forget()
 
-    # --- the thread ----------------------------------------------------------------------------------------------
+    # --- the threads ---------------------------------------------------------------------------------------------
+
+    def hire(self) -> None:
+        """One more thread, if there is a place for it. Under the lock."""
+        if len(self.threads) < len(self.lanes):
+            self.threads.append(threading.Thread(target=self.live, name="nestling-stages", daemon=True))
+            self.threads[-1].start()
 
     def live(self) -> None:
-        """The thread: stage after stage until the end, and then nobody is left waiting."""
+        """A thread: stage after stage until the end, and then nobody is left waiting."""
         try:
             while self.turn():
                 pass
         finally:
             with self.lock:
                 self.closing = True
-                left = [entry[-1] for heap in (self.fresh, self.begun, self.late) for entry in heap]
-                left += [self.mine] if self.mine is not None else []
-                for heap in (self.fresh, self.begun, self.late, self.parked):
-                    heap.clear()
+                left = self.queues.clear()
+                if (own := self.mine.pop(threading.get_ident(), None)) is not None:
+                    left.append(own)
+                self.parked.clear()
+            self.bell.ring()  # the next one goes, too
+            self.freed.ring()
             for work in left:
                 for image in work.images:
                     image.tell(None)
@@ -310,30 +304,35 @@ class Worker:
 
     def turn(self) -> bool:
         """Wait for work and do the next stages of it; False when it is time to go."""
-        if not (self.fresh or self.begun or self.late or self.closing):
+        if not (self.queues.anything or self.closing):
             self.bell.wait(inf)
             return True
         if (lane := self.wait_for_lane()) is None:
             return False
         try:
+            if self.coming:
+                give_way()
             with self.lock:
                 if self.closing:
                     return False
                 work = self.choose()
                 if work is None:
                     return True
-                self.mine, lane.running, work.running, work.stop = work, work, True, Stop()
+                self.mine[threading.get_ident()] = lane.running = work
+                work.running, work.stop = True, Stop()
+                if self.queues.somebody:
+                    self.hire()
             while self.advance(lane, work, self.stage_in_turn(work)) and self.alone(work):
                 pass
             with self.lock:
                 work.running = False
                 if self.closing:
                     return False
-                self.mine = None
+                del self.mine[threading.get_ident()]
                 if all(image.final for image in work.images):
                     work.forget()
                 else:
-                    self.push(work)
+                    self.queues.push(work)
         finally:
             self.release(lane)
         return True
@@ -341,26 +340,28 @@ class Worker:
     def wait_for_lane(self) -> Lane | None:
         """None when it is time to go: whoever closes may have the only one itself."""
         while not self.closing:
-            self.wants = True
-            lane = self.free_lane()
+            with self.lock:
+                self.wants += 1  # first: whoever leaves one from now on rings
+            if (lane := self.free_lane()) is None:
+                self.freed.wait(inf)
+            with self.lock:
+                self.wants -= 1
             if lane is not None:
-                self.wants = False
                 return lane
-            self.freed.wait(inf)
         return None
 
     def alone(self, work: Work) -> bool:
         """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
         without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
         short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
-        if len(work.images) > 1 or self.fresh or self.begun or self.late or self.closing or work.stop.asked:
+        if len(work.images) > 1 or self.queues.anything or self.closing or work.stop.asked:
             return False
         image = work.images[0]
         return not image.final and image.deadline > self.clock()
 
     def stage_in_turn(self, work: Work) -> int:
         """Stage by stage, so that everybody gets something soon, unless nobody here has a deadline."""
-        endless = all(image.deadline == inf for image in work.images) and not (self.fresh or self.begun)
+        endless = all(image.deadline == inf for image in work.images) and not self.queues.somebody
         return self.next_stage(work, inf) if endless else work.done + 1
 
     def advance(self, lane: Lane, work: Work, stage: int) -> bool:
@@ -389,9 +390,8 @@ class Worker:
             return False
         finally:
             lane.busy_until = -inf
-        now, lane.wait = self.clock(), self.waited(before)
+        work.done, now, lane.wait = stage, self.clock(), self.waited(before)
         self.pace.observe(stage, now - began, len(work.images), straight, lane.wait)
-        work.done = stage
         publish(work.images, stage, stage == self.engine.stages, logits, now, self.recent)
         return True
 
