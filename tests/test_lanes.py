@@ -216,11 +216,3 @@ def test_first_answers_go_before_states_where_there_is_a_deadline() -> None:
         assert all(answer.final for answer in asked.result(LONG)) and held.result(LONG).final
         stages = [stage for stage, pixel, _ in engine.log if pixel == 0.0]
     assert stages[:4] == [1, 1, 1, 1] and stages.count(2) == 4 and runtime.worker.queues.begun_images == 0
-
-
-def test_who_fails_is_not_on_the_way_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with runtime_of(Gated()) as runtime:
-        monkeypatch.setattr(runtime.beginnings, "goes_on", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            runtime.answer(image(), deadline=LONG)
-        assert not runtime.worker.coming and all(not lane.lock.locked() for lane in runtime.worker.lanes)

@@ -4,11 +4,8 @@ Linux tells both at once, in a microsecond each (/proc/loadavg, /proc/thread-sel
 is known: then a stage that was interrupted is a slow one. Knows nothing of stages.
 """
 
-import ctypes
 import os
 import threading
-import time
-from collections.abc import Callable
 
 from nestling.runtime.descriptor import Descriptor
 
@@ -62,14 +59,3 @@ class Processor:
     def close(self) -> None:
         """Let the files go. Who reads one meanwhile keeps it until then."""
         self.load, self.own = Numbers(""), threading.local()
-
-
-def find_yield() -> Callable[[], object]:
-    """The C library's call, which lets the interpreter go meanwhile as well; else a sleep of no time, which does the same."""
-    try:
-        return ctypes.CDLL(None).sched_yield
-    except (OSError, AttributeError):
-        return lambda: time.sleep(0)
-
-
-give_way = find_yield()  # let another thread have this processor first, if one waits for it; else it takes no time

@@ -32,6 +32,11 @@ class Queues:
     def anything(self) -> bool:
         return bool(self.fresh or self.begun or self.late)
 
+    @property
+    def crowd(self) -> bool:
+        """Whether there is work for one more thread: a first stage, or part of a batch."""
+        return bool(self.fresh) or any(len(entry[-1].images) > 1 for entry in self.begun)
+
     def push(self, work: Work) -> None:
         work.queued = True
         if work.done:
@@ -45,8 +50,8 @@ class Queues:
         work.queued = True
         heapq.heappush(self.late, (work.deadline(), next(self.order), work))
 
-    def pop(self) -> Work | None:
-        """The next work in turn, whether or not it still has time."""
+    def pop(self, all_of_them: bool = True) -> Work | None:
+        """The next work in turn, whether or not it still has time; or the next that is worth one more thread."""
         # New images wait when the states of begun ones already fill the memory, unless they have a deadline.
         full = bool(self.begun and self.fresh) and self.begun_images + len(self.fresh[0][-1].images) > self.keep
         if full and self.fresh[0][0] < inf:
@@ -55,14 +60,21 @@ class Queues:
         work: Work | None = None
         if self.fresh and not full:
             work = heapq.heappop(self.fresh)[-1]
-        elif self.begun:
-            work = heapq.heappop(self.begun)[-1]
+        elif (entry := self.next_begun(all_of_them)) is not None:
+            self.begun.remove(entry)
+            heapq.heapify(self.begun)
+            work = entry[-1]
             self.begun_images -= len(work.images)
-        elif self.late:
+        elif self.late and all_of_them:
             work = heapq.heappop(self.late)[-1]
         if work is not None:
             work.queued = False
         return work
+
+    def next_begun(self, all_of_them: bool) -> tuple[int, float, int, Work] | None:
+        if all_of_them:
+            return self.begun[0] if self.begun else None
+        return min((entry for entry in self.begun if len(entry[-1].images) > 1), default=None)
 
     def pop_expired(self, now: float) -> Work | None:
         """A work that was given up and has no time left: they must not pile up while there is always other work."""

@@ -17,16 +17,16 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.runtime.beginning import Beginnings
-from nestling.runtime.bell import Bell
 from nestling.runtime.engine import Abandoned, Engine, Floats, Stop
 from nestling.runtime.forecast import Recent
 from nestling.runtime.here import stages_here
 from nestling.runtime.lane import Lane
 from nestling.runtime.news import publish, remember
 from nestling.runtime.pace import CALM, Pace, Wait
-from nestling.runtime.processor import Processor, give_way
+from nestling.runtime.processor import Processor
 from nestling.runtime.promise import USUAL, Promise
 from nestling.runtime.queues import Queues
+from nestling.runtime.threads import Threads
 from nestling.runtime.work import ImageWork, Work
 
 BUSY = 1.5  # stages take so many times longer than the fastest ones seen: other processes want the processor, too
@@ -54,16 +54,11 @@ class Worker:
         self.process = os.getpid()  # threads do not live on in a forked process
         self.recent = Recent()
         self.lock = threading.Lock()
-        self.bell = Bell()  # there is something to do; rung without the lock
-        self.coming: deque[None] = deque()  # one for each caller who is on its way to a place or a queue
         self.queues = Queues(self.keep)
         self.parked: deque[tuple[weakref.ref[Work], int]] = deque()  # oldest first, with how many images each holds
         self.parked_images = 0
-        self.mine: dict[int, Work] = {}  # what each thread of ours runs
-        self.freed, self.wants = Bell(), 0  # a lane; how many threads of ours wait for that
         self.closing = False
-        self.threads: list[threading.Thread] = []  # one for each lane, once there is enough to do
-        self.hire()
+        self.threads = Threads(self)  # of our own
 
     # --- called by anybody ---------------------------------------------------------------------------------------
 
@@ -93,8 +88,8 @@ class Worker:
                     lane.end()
             if queued:
                 self.end_expired()
-        for _ in range(min(queued, len(self.lanes))):
-            self.bell.ring()
+        if queued:
+            self.threads.call()
 
     def in_the_way(self, work: Work) -> Lane | None:
         """The lane whose later stage, or D_s at once, takes so long that not all who came meanwhile could have a first one."""
@@ -157,11 +152,7 @@ class Worker:
             self.closing = True
             for lane in self.lanes:
                 lane.end()
-        self.bell.ring()
-        self.freed.ring()
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        self.threads.end()
         own = next((lane for lane in self.lanes if lane.here == threading.get_ident()), None)
         for lane in self.lanes:
             lane.guard.close()
@@ -177,33 +168,28 @@ class Worker:
 
     def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
-        overrun that cannot be stopped, so the image was left to the worker's own thread, for which to wait until it is due."""
-        self.coming.append(None)
+        overrun that cannot be stopped, so the image was left to a thread of our own, and is looked at when it is due."""
         lane = self.free_lane()
-        if lane is not None:
-            self.coming.pop()
-            try:
+        if lane is None:
+            work.running = False
+            return self.leave(image, work, promise, due)
+        turn = True
+        try:
+            if not (self.queues.anything or self.closing):  # where many wait, one at a time is sooner
+                lane.running, work.running, work.stop = work, True, Stop()
+                turn = stages_here(self, lane, image, work, promise)
+            else:
                 turn = self.closing
-                if not (self.queues.anything or turn):  # where many wait, one at a time is sooner
-                    lane.running, work.running, work.stop = work, True, Stop()
-                    turn = stages_here(self, lane, image, work, promise)
-                if not turn:
-                    self.coming.append(None)  # again, before anybody else has the lane
-            finally:
-                work.running = False
-                self.release(lane)
+        finally:
+            work.running = False
+            self.release(lane)
             if turn:
                 with self.lock:
                     if image.final:
                         work.forget()
                     else:
                         self.park(work)
-                return True
-        work.running = False
-        try:
-            return self.leave(image, work, promise, due)
-        finally:
-            self.coming.pop()
+        return turn or self.leave(image, work, promise, due)
 
     def leave(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
         """Let our threads go on with what a caller did not run itself."""
@@ -224,29 +210,24 @@ class Worker:
         if lane.closes:
             self.engine.close()
         lane.lock.release()
-        if self.wants:
-            self.freed.ring()
+        self.threads.left()
 
     def next_stage(self, work: Work, left: float, price: float = 1.0) -> int:
         """The next one; where nobody looks in between and nothing was run yet, the one that is best to begin with."""
-        if work.done or not (work.straight and self.engine.jumps) or self.more_than_places():
+        if work.done or not (work.straight and self.engine.jumps):
             return work.done + 1
         return self.engine.stages if left == inf else self.beginnings.first(left, price)
 
-    def more_than_places(self) -> bool:
-        """Whether more callers are on their way than there are free lanes: then everybody begins with stage 1."""
-        return len(self.coming) > sum(not lane.lock.locked() for lane in self.lanes)
-
     # --- under the lock ------------------------------------------------------------------------------------------
 
-    def choose(self) -> Work | None:
-        """The work to run now; those that have no time left are put aside."""
+    def choose(self, all_of_them: bool = True) -> Work | None:
+        """The work to run now, or what is worth one more thread; those that have no time left are put aside."""
         while (expired := self.queues.pop_expired(self.clock())) is not None:
             if expired.deadline() > self.clock():  # somebody asked for more meanwhile
                 self.queues.push(expired)
             else:
                 self.park(expired)
-        while (work := self.queues.pop()) is not None:
+        while (work := self.queues.pop(all_of_them)) is not None:
             now, others = self.clock(), self.queues.somebody
             alive = [place for place, image in enumerate(work.images) if image.deadline > now and not image.final]
             if not alive:
@@ -275,94 +256,7 @@ class Worker:
             if old is not None and not (old.queued or old.running):
                 old.forget()
 
-    # --- the threads ---------------------------------------------------------------------------------------------
-
-    def hire(self) -> None:
-        """One more thread, if there is a place for it. Under the lock."""
-        if len(self.threads) < len(self.lanes):
-            self.threads.append(threading.Thread(target=self.live, name="nestling-stages", daemon=True))
-            self.threads[-1].start()
-
-    def live(self) -> None:
-        """A thread: stage after stage until the end, and then nobody is left waiting."""
-        try:
-            while self.turn():
-                pass
-        finally:
-            with self.lock:
-                self.closing = True
-                left = self.queues.clear()
-                if (own := self.mine.pop(threading.get_ident(), None)) is not None:
-                    left.append(own)
-                self.parked.clear()
-            self.bell.ring()  # the next one goes, too
-            self.freed.ring()
-            for work in left:
-                for image in work.images:
-                    image.tell(None)
-                work.rest()
-
-    def turn(self) -> bool:
-        """Wait for work and do the next stages of it; False when it is time to go."""
-        if not (self.queues.anything or self.closing):
-            self.bell.wait(inf)
-            return True
-        if (lane := self.wait_for_lane()) is None:
-            return False
-        try:
-            if self.coming:
-                give_way()
-            with self.lock:
-                if self.closing:
-                    return False
-                work = self.choose()
-                if work is None:
-                    return True
-                self.mine[threading.get_ident()] = lane.running = work
-                work.running, work.stop = True, Stop()
-                if self.queues.somebody:
-                    self.hire()
-            while self.advance(lane, work, self.stage_in_turn(work)) and self.alone(work):
-                pass
-            with self.lock:
-                work.running = False
-                if self.closing:
-                    return False
-                del self.mine[threading.get_ident()]
-                if all(image.final for image in work.images):
-                    work.forget()
-                else:
-                    self.queues.push(work)
-        finally:
-            self.release(lane)
-        return True
-
-    def wait_for_lane(self) -> Lane | None:
-        """None when it is time to go: whoever closes may have the only one itself."""
-        while not self.closing:
-            with self.lock:
-                self.wants += 1  # first: whoever leaves one from now on rings
-            if (lane := self.free_lane()) is None:
-                self.freed.wait(inf)
-            with self.lock:
-                self.wants -= 1
-            if lane is not None:
-                return lane
-        return None
-
-    def alone(self, work: Work) -> bool:
-        """Whether a single image may just go on: nobody else is there, it has time, and nobody called it off. Reading
-        without the lock is enough: whoever comes is seen after the next stage. What happens between two stages must be
-        short: on a busy machine a thread that stops here keeps everybody from the interpreter."""
-        if len(work.images) > 1 or self.queues.anything or self.closing or work.stop.asked:
-            return False
-        image = work.images[0]
-        return not image.final and image.deadline > self.clock()
-
-    def stage_in_turn(self, work: Work) -> int:
-        """Stage by stage, so that everybody gets something soon, unless nobody here has a deadline."""
-        endless = all(image.deadline == inf for image in work.images) and not self.queues.somebody
-        return self.next_stage(work, inf) if endless else work.done + 1
+    # --- by whoever has a lane -----------------------------------------------------------------------------------
 
     def advance(self, lane: Lane, work: Work, stage: int) -> bool:
         """One stage of one work, and the news of it; False if it came to nothing."""
