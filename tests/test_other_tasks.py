@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import nestling
 from nestling import NestlingError
 from nestling.commands import evaluate, export, predict, profile, report, train
 from nestling.data import load
 from nestling.recipes.recipe import DataRecipe, TrainRecipe
-from nestling.runs.goal import confusions, examined_otherwise, mean_iou
+from nestling.runs.goal import confusions, examined_otherwise, mean_iou, task_loss
 from nestling.runtime.portable import Portable
 
 
@@ -208,6 +209,58 @@ def test_intersection_over_union_by_hand() -> None:
     scores = F.one_hot(said[0], 3).permute(0, 3, 1, 2).float()
     found = examined_otherwise(iter([((scores,), y)]), "pixels", TrainRecipe())
     assert float(found.errors[0]) == pytest.approx(1 / 3)
+
+
+def test_pixels_that_do_not_count_change_no_number() -> None:
+    """Neither an image of which nothing counts, nor how the images are put into batches; and classes beyond are refused."""
+    scores = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([[[0, 1], [2, -1]], [[1, 1], [-1, -1]], [[2, -1], [-1, -1]], [[-1, -1], [-1, -1]]])
+
+    def examined(batch: int) -> Any:
+        parts = [((scores[i : i + batch],), y[i : i + batch]) for i in range(0, 4, batch)]
+        return examined_otherwise(iter(parts), "pixels", TrainRecipe())
+
+    expected = F.cross_entropy(scores, y.clamp(min=-1), ignore_index=-1)
+    wrong = [float((scores[i].argmax(0) != y[i])[y[i] >= 0].float().mean()) for i in range(3)]
+    for batch in (1, 3, 4):
+        found = examined(batch)
+        assert float(found.losses[0]) == pytest.approx(float(expected), abs=1e-6)
+        assert float(found.errors[0]) == pytest.approx(sum(wrong) / 3, abs=1e-6)
+    alone = scores[3:].clone().requires_grad_()
+    loss = task_loss(TrainRecipe(smoothing=0.1), False)(alone, y[3:])
+    loss.backward()
+    assert loss.item() == 0 and alone.grad is not None and not alone.grad.any(), "nothing to learn from"
+    with pytest.raises(NestlingError, match="no pixel of the test targets counts"):
+        examined_otherwise(iter([((scores[3:],), y[3:])]), "pixels", TrainRecipe())
+
+
+def test_masks_with_a_number_for_what_does_not_count_are_told(tmp_path: Path) -> None:
+    """255 in the masks, as in many files, and a loss that passes over it: the errors would not."""
+    images, _ = pictures()
+    x, y = images[:64].float() / 255, (images[:64, 0] > 127).long()
+    y[:, 0] = 255
+    loader = DataLoader(TensorDataset(x, y), 32)
+    net = nestling.nest(
+        nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)), "w", shape=(1, 8, 8)
+    )
+    with pytest.raises(NestlingError, match=r"is class 255.*pixels that do not count be -1"):
+        nestling.fit(
+            net, loader, loader, loss=nn.CrossEntropyLoss(ignore_index=255), out=tmp_path, epochs=1, quiet=True
+        )
+
+
+def test_scores_of_yes_and_no_are_no_numbers_to_hit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several labels at a time: it is said that the errors are no measure. A run whose errors are above 1 is opened even so."""
+    images, labels = pictures()
+    pair, net = (
+        (images[:128].float() / 255, F.one_hot(labels[:128], 10).float()),
+        nestling.nest(small(10), "w", shape=(1, 8, 8)),
+    )
+    run = nestling.fit(net, pair, pair, loss=nn.BCEWithLogitsLoss(), out=tmp_path, epochs=1, quiet=True)
+    assert "say by error= how wrong each sample is" in capsys.readouterr().err
+    assert run.results["stages"][0]["error"] > 1
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.answer(pair[0][0], deadline=None).stage > 0
 
 
 def test_the_variance_that_is_left_is_of_each_number_around_its_own_mean() -> None:
