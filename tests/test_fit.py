@@ -498,6 +498,19 @@ def test_test_inputs_that_are_no_numbers_are_told(tmp_path: Path) -> None:
         nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
 
 
+def test_a_teacher_may_be_named_by_a_path_and_a_net_may_take_no_images(tmp_path: Path) -> None:
+    train, test = digits(64)
+    first = nestling.fit(nested(), train, test, out=tmp_path / "first", epochs=1, quiet=True, repeats=0)
+    run = nestling.fit(
+        nested(), train, test, teacher=first.path, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0
+    )
+    assert run.recipe.train.teacher == str(first.path)
+    (tmp_path / "folder").mkdir()
+    net = nestling.nest(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)), "w", shape=(12,))
+    with pytest.raises(NestlingError, match="there is no folder"):
+        nestling.fit(net, tmp_path / "folder", out=tmp_path / "flat")
+
+
 def test_a_single_setting_may_be_text(tmp_path: Path) -> None:
     run = nestling.fit(nested(), *digits(), out=tmp_path, epochs=3, set="train.epochs=1", quiet=True, repeats=0)
     assert len(run.read_log()) == 1

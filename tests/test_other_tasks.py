@@ -15,6 +15,7 @@ import nestling
 from nestling import NestlingError
 from nestling.commands import evaluate, export, predict, profile, report, train
 from nestling.data import load
+from nestling.nets.extended import Extended
 from nestling.recipes.recipe import DataRecipe, TrainRecipe
 from nestling.runs.goal import confusions, examined_otherwise, mean_iou, task_loss
 from nestling.runtime.portable import Portable
@@ -167,6 +168,54 @@ def test_embeddings_by_a_loss_and_an_error_of_ones_own(tmp_path: Path) -> None:
             epochs=1,
             quiet=True,
         )
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*list(small(1))[:-1])
+        self.age, self.sex = nn.Linear(16, 1), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return torch.cat([self.age(h), self.sex(h)], 1)
+
+
+@pytest.mark.parametrize(
+    "way", [lambda m: nestling.nest(m, "w", shape=(1, 8, 8)), lambda m: nestling.keep(m, shape=(1, 8, 8))]
+)
+def test_several_heads_stand_side_by_side(way: Any, tmp_path: Path) -> None:
+    """As docs/tasks.md has it: one tensor out, its columns in the module's order, taken apart by loss and error."""
+    images, labels = pictures()
+    x, module = images[:256].float() / 255, TwoHeads().eval()
+    y = torch.stack([x.mean((1, 2, 3)), (labels[:256] > 4).float()], 1)
+
+    def loss(found: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(found[:, 0], y[:, 0]) + F.cross_entropy(found[:, 1:], y[:, 1].long())
+
+    def error(found: Tensor, y: Tensor) -> Tensor:
+        return (found[:, 1:].argmax(1) != y[:, 1]).float()
+
+    net = way(module).eval()
+    with torch.no_grad():
+        whole = net(x)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, net.answers(x), strict=True))
+        assert all(torch.allclose(whole[s - 1], net.subnet(s)(x), atol=1e-6) for s in net.plan.answering)
+        if isinstance(net, Extended):
+            assert torch.equal(whole[-1], module(x))
+        else:  # channels in another order, outputs in the same
+            found = torch.cat([net.get_submodule(f"head2.{name}").weight for name in ("age", "sex")])
+            wanted = torch.cat([module.age.weight, module.sex.weight])
+            assert torch.equal(found.sort(1).values, wanted.sort(1).values)
+    run = nestling.fit(
+        net, (x, y), (x, y), loss=loss, error=error, out=tmp_path / "run", epochs=1, quiet=True, repeats=0
+    )
+    export.command(str(run.path), out=str(tmp_path / "made"))
+    with nestling.Runtime(run, device="cpu") as runtime, Portable(str(tmp_path / "made")) as portable:
+        answer, other = runtime.answer(x[0], deadline=None), portable.answer(x[0].numpy(), deadline=None)
+        expected = run.net()(x[:1])[answer.stage - 1][0]
+        assert torch.allclose(torch.as_tensor(answer.output), expected, atol=1e-5)
+        assert np.allclose(other.output, answer.output, atol=1e-5)
 
 
 def test_sound_is_a_sequence(tmp_path: Path) -> None:
