@@ -173,7 +173,8 @@ def test_embeddings_by_a_loss_and_an_error_of_ones_own(tmp_path: Path) -> None:
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*list(small(1))[:-1])
+        body: Any = small(1)
+        self.body = body[:-1]
         self.age, self.sex = nn.Linear(16, 1), nn.Linear(16, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +216,20 @@ def test_several_heads_stand_side_by_side(way: Any, tmp_path: Path) -> None:
         answer, other = runtime.answer(x[0], deadline=None), portable.answer(x[0].numpy(), deadline=None)
         expected = run.net()(x[:1])[answer.stage - 1][0]
         assert torch.allclose(torch.as_tensor(answer.output), expected, atol=1e-5)
+        assert answer.output is not None and other.output is not None
         assert np.allclose(other.output, answer.output, atol=1e-5)
+
+
+def test_pictures_of_two_channels_are_shown(tmp_path: Path) -> None:
+    """Such as spectrograms in stereo."""
+    images, labels = pictures()
+    x = images[:128].expand(-1, 2, -1, -1).float() / 255
+    module = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    pair = x, labels[:128]
+    run = nestling.fit(
+        nestling.nest(module, "w", shape=(2, 8, 8)), pair, pair, out=tmp_path / "two", epochs=1, quiet=True
+    )
+    assert report.command((str(run.path),), str(tmp_path / "report.html"))
 
 
 def test_sound_is_a_sequence(tmp_path: Path) -> None:

@@ -236,8 +236,9 @@ class LoaderSplit:
         self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
     ) -> Iterator[Batch]:
         """With a generator, one that the loader draws its order from is seeded, too: so a resumed run sees what it would have."""
-        for each in {id(g): g for g in self.generators()}.values() if generator is not None else ():
-            each.manual_seed(generator.initial_seed())
+        if generator is not None:
+            for own in self.generators():
+                own.manual_seed(generator.initial_seed())
         count = 0
         for count, each in enumerate(self.loader, start=1):
             if generator is not None and count > self.steps:
