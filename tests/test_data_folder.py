@@ -229,6 +229,13 @@ def test_a_bad_folder_is_told(root: Path, spoil, message: str) -> None:  # type:
         splits(root)
 
 
+@pytest.mark.parametrize("form", ["png", "jpg", "bmp", "gif", "webp", "tif", "tiff", "ppm"])
+def test_no_picture_that_can_be_read_is_passed_over(form: str, root: Path) -> None:
+    before = len(splits(root)[0])
+    Image.new("RGB", (40, 30)).save(root / "train" / "bee" / f"another.{form}")
+    assert len(splits(root)[0]) == before + 1
+
+
 def test_pictures_in_subfolders_of_a_class_are_found(root: Path) -> None:
     flat = splits(root)[0].files
     for name in CLASSES:

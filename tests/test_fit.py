@@ -10,7 +10,16 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import nestling
 from nestling import NestlingError
@@ -238,13 +247,15 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert run.read_log()[0]["test_loss"][0] == pytest.approx(float(losses_of(logits[0], labels)), abs=1e-5)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Dropout and a shuffling DataLoader draw from torch itself."""
+@pytest.mark.parametrize("seeded", [False, True], ids=["torch's", "a generator of one's own"])
+def test_a_stopped_run_goes_on_bit_for_bit(seeded: bool, tmp_path: Path) -> None:
+    """Dropout and a shuffling DataLoader draw from torch itself; a generator of the loader's is seeded with it."""
     train, test = (Pictures(part) for part in digits(96))
 
     def go(out: str, **more: Any) -> Any:
         net = nestling.nest(backbone(drop=0.3), "w", shape=(1, 8, 8))
-        loaders = DataLoader(train, 32, shuffle=True), DataLoader(test, 64)
+        generator = torch.Generator().manual_seed(3) if seeded else None
+        loaders = DataLoader(train, 32, shuffle=True, generator=generator), DataLoader(test, 64)
         return nestling.fit(net, *loaders, out=tmp_path / out, epochs=3, quiet=True, repeats=0, **more)
 
     whole = go("whole")
@@ -280,6 +291,49 @@ def loader(pair: Pair, batch: int = 32, **how: Any) -> "DataLoader[Any]":
     return DataLoader(TensorDataset(*pair), batch, **how)
 
 
+class Given(Pictures):
+    """Pictures of which something is otherwise."""
+
+    def __init__(self, pair: Pair, sample: Any = None, **more: Any) -> None:
+        super().__init__(pair)
+        self.sample = sample
+        vars(self).update(more)
+
+    def __getitem__(self, index: int) -> Any:
+        found = super().__getitem__(index)
+        return self.sample(index, *found) if self.sample else found
+
+
+class Told(IterableDataset[tuple[Tensor, Tensor]]):
+    """As many samples as there are, of which `count` are told; once or whenever asked."""
+
+    def __init__(self, pair: Pair, count: int, once: bool = False) -> None:
+        self.pair, self.count = floats(pair), count
+        self.only = iter(zip(*self.pair, strict=True)) if once else None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return self.only or zip(*self.pair, strict=True)
+
+
+def unlabelled(index: int, x: Tensor, y: int) -> tuple[Tensor, int]:
+    return x, -100 if index == 5 else y
+
+
+def sized(index: int, x: Tensor, y: int) -> tuple[Tensor, int]:
+    return x[:, : 8 - index % 2], y
+
+
+def drawn(index: int, x: Tensor, y: int) -> tuple[Any, int]:
+    return Image.new("L", (8, 8)), y
+
+
+def one_hot(pair: Pair) -> Pair:
+    return pair[0], nn.functional.one_hot(pair[1], 10).float()
+
+
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
@@ -294,12 +348,119 @@ def loader(pair: Pair, batch: int = 32, **how: Any) -> "DataLoader[Any]":
         (lambda train, test: ((train[0].numpy(), train[1].numpy()), test), "are a tuple of ndarray, ndarray"),
         (lambda train, test: ((train[0], train[1] - 1), test), "a target is class -1"),
         (lambda train, test: ((train[0], train[1][:, None]), test), r"whole numbers of shape \(64, 1\)"),
+        (lambda train, test: (train, loader(floats(test), sampler=SubsetRandomSampler(range(99)))), "test loader shuffles"),
+        (lambda train, test: (train, loader(floats(test), sampler=WeightedRandomSampler([1.0] * 9, 9))), "loader shuffles"),
+        (lambda train, test: (train, DataLoader(Pictures(test), batch_sampler=BatchSampler(RandomSampler(range(99)), 32, False))),
+         "test loader shuffles"),
+        (lambda train, test: (Pictures(train), Given(test, classes=list("bacdefghij"))), r"are 10 \(a, b, c.*10 \(b, a, c"),
+        (lambda train, test: (one_hot(floats(train)), floats(test)), "training targets are numbers to hit, the test targets cl"),
+        (lambda train, test: (floats(train), one_hot(floats(test))), "training targets are classes, the test targets numbers"),
+        (lambda train, test: (Given(train, unlabelled), Pictures(test)), "a target is class -100"),
+        (lambda train, test: (Pictures(train), Given(test, unlabelled)), "a target is class -100"),
+        (lambda train, test: (loader(train), floats(test)), "inputs are torch.uint8.*computes in torch.float32"),
+        (lambda train, test: (Given(train, sized), Pictures(test)), "training data cannot be put together in a batch.*one shape"),
+        (lambda train, test: (Given(train, drawn), Pictures(test)), "training data cannot be put together in a batch"),
+        (lambda train, test: ((train[0], train[1][0]), test), "256 inputs and 1 targets"),
+        (lambda train, test: (Given((train[0][:0], train[1][:0])), Pictures(test)), "more than the 0 training images"),
+        (lambda train, test: (DataLoader(Told(train, 128), 32), floats(test)), "more than the 4 batches that it says"),
+        (lambda train, test: (floats(train), DataLoader(Told(test, 99, once=True), 999)), "can be gone through again"),
     ],
 )  # fmt: skip
 def test_data_that_would_be_misread_are_refused(wrong: Any, match: str, tmp_path: Path) -> None:
     train, test = digits()
     with pytest.raises(NestlingError, match=match):
         nestling.fit(nested(), *wrong(train, test), out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+def test_a_loss_that_passes_over_targets_is_told_of_them(tmp_path: Path) -> None:
+    """torch's own passes over -100; the errors would count it as wrong."""
+    train, test = digits()
+    data = Pictures(train), Given(test, unlabelled)
+    with pytest.raises(NestlingError, match="a target is class -100"):
+        nestling.fit(nested(), *data, loss=nn.CrossEntropyLoss(), out=tmp_path, epochs=1, quiet=True, repeats=0)
+
+
+def test_a_last_batch_of_one_is_told(tmp_path: Path) -> None:
+    train, test = (floats(pair) for pair in digits(65))
+    net = nestling.exits(backbone().eval(), at=(0.3,), shape=(1, 8, 8))
+    with pytest.raises(NestlingError, match=r"a single input, which batch norms cannot take.*drop_last=True"):
+        nestling.fit(net, loader(train), test, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+def test_a_data_set_made_of_tensors_gives_its_own_samples(tmp_path: Path) -> None:
+    """A class made of TensorDataset that changes what it gives, and names its classes."""
+
+    class Shifted(TensorDataset):
+        classes = tuple("abcdefghij")
+
+        def __getitem__(self, index: Any) -> Any:
+            x, y = super().__getitem__(index)
+            return x, (y + 1) % 10
+
+    train, test = (floats(pair) for pair in digits())
+    shifted = ((x, (y + 1) % 10) for x, y in (train, test))
+    runs = [
+        nestling.fit(nested(), *data, out=tmp_path / str(i), epochs=1, quiet=True, repeats=0)
+        for i, data in enumerate((shifted, (Shifted(*train), Shifted(*test))))
+    ]
+    assert errors_of(runs[0]) == errors_of(runs[1]) and runs[1].results["classes"] == list("abcdefghij")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"targets": range(1, 65)},
+        {"targets": [-1] * 64},
+        {"targets": [3] * 64, "target_transform": lambda y: y},
+        {"labels": range(10)},
+        {"classes": 10},
+        {"classes": torch.arange(10)},
+    ],
+)
+def test_what_data_tell_in_other_words_is_not_taken_for_ours(said: dict[str, Any], tmp_path: Path) -> None:
+    """Targets that are numbered otherwise are no share of classes, and how many classes there are is no name of them."""
+    train, test = digits(64)
+    run = nestling.fit(
+        nested(), Given(train, **said), floats(test), out=tmp_path, epochs=1, batch=32, quiet=True, repeats=0
+    )
+    assert run.results["prior"] == [] and len(run.results["classes"]) == 10
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.answer(floats(test)[0][0], deadline=None).stage > 0
+
+
+def test_int8_is_judged_by_the_targets_that_the_data_give(tmp_path: Path) -> None:
+    """Not by a list that the data keep beside them, in whatever order or none."""
+    train, test = digits(64)
+    for name, more in {"none": {}, "other": {"targets": [3] * len(test[0])}}.items():
+        run = nestling.fit(
+            nested(), floats(train), Given(test, **more), out=tmp_path / name, epochs=1, quiet=True, repeats=0
+        )
+        made = export.command(str(run.path), out=str(tmp_path / f"{name}-int8"), int8=True)
+        assert made["about"]["int8"]["error_before"] == pytest.approx(errors_of(run))
+
+
+class Two(nn.Module):
+    """A teacher with an auxiliary answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = backbone()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), torch.zeros(len(x), 10)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "match"),
+    [
+        (Two(), "answers with a tuple; expected a tensor"),
+        (backbone().double(), "computes in torch.float64.*convert it"),
+    ],
+)
+def test_a_teacher_that_would_be_misread_is_refused(teacher: nn.Module, match: str, tmp_path: Path) -> None:
+    train, test = (floats(pair) for pair in digits(64))
+    with pytest.raises(NestlingError, match=match):
+        nestling.fit(nested(), train, test, teacher=teacher, out=tmp_path, epochs=1, quiet=True, repeats=0)
 
 
 @pytest.mark.parametrize("form", ["TensorDataset", "int32", "uint8"])
@@ -335,6 +496,19 @@ def test_test_inputs_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     test[0][3] = torch.nan
     with pytest.raises(NestlingError, match="look for such numbers among the test inputs"):
         nestling.fit(nested(), train, test, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0)
+
+
+def test_a_teacher_may_be_named_by_a_path_and_a_net_may_take_no_images(tmp_path: Path) -> None:
+    train, test = digits(64)
+    first = nestling.fit(nested(), train, test, out=tmp_path / "first", epochs=1, quiet=True, repeats=0)
+    run = nestling.fit(
+        nested(), train, test, teacher=first.path, out=tmp_path / "mine", epochs=1, quiet=True, repeats=0
+    )
+    assert run.recipe.train.teacher == str(first.path)
+    (tmp_path / "folder").mkdir()
+    net = nestling.nest(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)), "w", shape=(12,))
+    with pytest.raises(NestlingError, match="there is no folder"):
+        nestling.fit(net, tmp_path / "folder", out=tmp_path / "flat")
 
 
 def test_a_single_setting_may_be_text(tmp_path: Path) -> None:

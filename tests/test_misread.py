@@ -143,6 +143,31 @@ def test_a_layer_that_knows_no_births_is_refused() -> None:
         net(torch.randn(2, *IMAGE))
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.9),
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.spectral_norm,
+    ],
+)
+def test_a_weight_that_a_hook_makes_is_refused(how: Any) -> None:
+    """It would be that of the call before, in training, and stay so in stages and subnetworks."""
+    net, x = nest(plain(nn.ReLU()), "w", shape=IMAGE), torch.randn(2, *IMAGE)
+    how(net.layer("0"))
+    for use in (lambda: net(x), lambda: net.stages, lambda: net.subnet(1)):
+        with pytest.raises(NestlingError, match="the weight of 0 is made by a hook when the layer is called"):
+            use()
+
+
+def test_pruning_that_is_permanent_is_fine() -> None:
+    net, x = nest(plain(nn.ReLU()), "w", shape=IMAGE).eval(), torch.randn(2, *IMAGE)
+    prune.remove(prune.l1_unstructured(net.layer("0"), "weight", 0.9), "weight")
+    whole = net(x)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, net.answers(x), strict=True))
+    assert all(torch.allclose(whole[s - 1], net.subnet(s)(x), atol=1e-6) for s in (1, 2))
+
+
 def test_reset_forgets_what_norms_have_seen() -> None:
     fresh = build(NetworkRecipe("width-digits"), generator=torch.Generator().manual_seed(1))
     used = build(NetworkRecipe("width-digits"))
@@ -251,6 +276,7 @@ class Counts(nn.Module):
         return x
 
 
+ONES = torch.ones(8, 1, 1)
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a slice is overwritten": (lambda: Does(gated), r"operation \.mul_: it overwrites in place what is read later"),
     "a flattened form is overwritten": (lambda: Does(flat), r"operation \.relu_: it overwrites in place"),
@@ -264,6 +290,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a count": (lambda: plain(Counts(False)), r"it changes 1\.seen while running"),
     "a mean kept": (lambda: plain(Counts(True)), r"it changes 1\.seen while running"),
+    "a tensor that is no buffer": (lambda: Does(lambda m, y: y - ONES), r"sub.*does not go with it.*register_buffer"),
     "lazy": (lambda: plain(nn.LazyConv2d(8, 3)), "a lazy layer whose shape is not known yet"),
     "two images": (lambda: Two(), "it takes 2 inputs; a nested network takes one image"),
     "int8": (lambda: quantised(plain(nn.ReLU())), "torch.int8; nest the network in floating point"),

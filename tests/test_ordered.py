@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,19 @@ def test_calibrating_on_nothing_is_refused() -> None:
     net = nest(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), "w")
     with pytest.raises(NestlingError, match="no batches"):
         calibrate(net, [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"x": torch.zeros(2, 3, 32, 32)}, "of type dict"),
+        (torch.zeros(0, 3, 32, 32), "no images"),
+        (torch.zeros(2, 1, 8, 8), "takes images of shape"),
+    ],
+)
+def test_a_batch_that_does_not_fit_leaves_the_norms_pace(wrong: Any, match: str) -> None:
+    layers = (nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    net = nest(nn.Sequential(*layers), "w")
+    with pytest.raises(NestlingError, match=match):
+        calibrate(net, [torch.randn(2, 3, 32, 32), wrong])
+    assert net.layer("1").momentum == 0.1

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import nestling
 from nestling import NestlingError
 from nestling.commands import evaluate, export, predict, profile, report, train
 from nestling.data import load
+from nestling.nets.extended import Extended
 from nestling.recipes.recipe import DataRecipe, TrainRecipe
-from nestling.runs.goal import confusions, examined_otherwise, mean_iou
+from nestling.runs.goal import confusions, examined_otherwise, mean_iou, task_loss
 from nestling.runtime.portable import Portable
 
 
@@ -168,6 +170,68 @@ def test_embeddings_by_a_loss_and_an_error_of_ones_own(tmp_path: Path) -> None:
         )
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        body: Any = small(1)
+        self.body = body[:-1]
+        self.age, self.sex = nn.Linear(16, 1), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return torch.cat([self.age(h), self.sex(h)], 1)
+
+
+@pytest.mark.parametrize(
+    "way", [lambda m: nestling.nest(m, "w", shape=(1, 8, 8)), lambda m: nestling.keep(m, shape=(1, 8, 8))]
+)
+def test_several_heads_stand_side_by_side(way: Any, tmp_path: Path) -> None:
+    """As docs/tasks.md has it: one tensor out, its columns in the module's order, taken apart by loss and error."""
+    images, labels = pictures()
+    x, module = images[:256].float() / 255, TwoHeads().eval()
+    y = torch.stack([x.mean((1, 2, 3)), (labels[:256] > 4).float()], 1)
+
+    def loss(found: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(found[:, 0], y[:, 0]) + F.cross_entropy(found[:, 1:], y[:, 1].long())
+
+    def error(found: Tensor, y: Tensor) -> Tensor:
+        return (found[:, 1:].argmax(1) != y[:, 1]).float()
+
+    net = way(module).eval()
+    with torch.no_grad():
+        whole = net(x)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, net.answers(x), strict=True))
+        assert all(torch.allclose(whole[s - 1], net.subnet(s)(x), atol=1e-6) for s in net.plan.answering)
+        if isinstance(net, Extended):
+            assert torch.equal(whole[-1], module(x))
+        else:  # channels in another order, outputs in the same
+            found = torch.cat([net.get_submodule(f"head2.{name}").weight for name in ("age", "sex")])
+            wanted = torch.cat([module.age.weight, module.sex.weight])
+            assert torch.equal(found.sort(1).values, wanted.sort(1).values)
+    run = nestling.fit(
+        net, (x, y), (x, y), loss=loss, error=error, out=tmp_path / "run", epochs=1, quiet=True, repeats=0
+    )
+    export.command(str(run.path), out=str(tmp_path / "made"))
+    with nestling.Runtime(run, device="cpu") as runtime, Portable(str(tmp_path / "made")) as portable:
+        answer, other = runtime.answer(x[0], deadline=None), portable.answer(x[0].numpy(), deadline=None)
+        expected = run.net()(x[:1])[answer.stage - 1][0]
+        assert torch.allclose(torch.as_tensor(answer.output), expected, atol=1e-5)
+        assert answer.output is not None and other.output is not None
+        assert np.allclose(other.output, answer.output, atol=1e-5)
+
+
+def test_pictures_of_two_channels_are_shown(tmp_path: Path) -> None:
+    """Such as spectrograms in stereo."""
+    images, labels = pictures()
+    x = images[:128].expand(-1, 2, -1, -1).float() / 255
+    module = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    pair = x, labels[:128]
+    run = nestling.fit(
+        nestling.nest(module, "w", shape=(2, 8, 8)), pair, pair, out=tmp_path / "two", epochs=1, quiet=True
+    )
+    assert report.command((str(run.path),), str(tmp_path / "report.html"))
+
+
 def test_sound_is_a_sequence(tmp_path: Path) -> None:
     """Tones of two pitches: what they are is told by class, as ever."""
     torch.manual_seed(0)
@@ -208,6 +272,58 @@ def test_intersection_over_union_by_hand() -> None:
     scores = F.one_hot(said[0], 3).permute(0, 3, 1, 2).float()
     found = examined_otherwise(iter([((scores,), y)]), "pixels", TrainRecipe())
     assert float(found.errors[0]) == pytest.approx(1 / 3)
+
+
+def test_pixels_that_do_not_count_change_no_number() -> None:
+    """Neither an image of which nothing counts, nor how the images are put into batches; and classes beyond are refused."""
+    scores = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([[[0, 1], [2, -1]], [[1, 1], [-1, -1]], [[2, -1], [-1, -1]], [[-1, -1], [-1, -1]]])
+
+    def examined(batch: int) -> Any:
+        parts = [((scores[i : i + batch],), y[i : i + batch]) for i in range(0, 4, batch)]
+        return examined_otherwise(iter(parts), "pixels", TrainRecipe())
+
+    expected = F.cross_entropy(scores, y.clamp(min=-1), ignore_index=-1)
+    wrong = [float((scores[i].argmax(0) != y[i])[y[i] >= 0].float().mean()) for i in range(3)]
+    for batch in (1, 3, 4):
+        found = examined(batch)
+        assert float(found.losses[0]) == pytest.approx(float(expected), abs=1e-6)
+        assert float(found.errors[0]) == pytest.approx(sum(wrong) / 3, abs=1e-6)
+    alone = scores[3:].clone().requires_grad_()
+    loss = task_loss(TrainRecipe(smoothing=0.1), False)(alone, y[3:])
+    loss.backward()
+    assert loss.item() == 0 and alone.grad is not None and not alone.grad.any(), "nothing to learn from"
+    with pytest.raises(NestlingError, match="no pixel of the test targets counts"):
+        examined_otherwise(iter([((scores[3:],), y[3:])]), "pixels", TrainRecipe())
+
+
+def test_masks_with_a_number_for_what_does_not_count_are_told(tmp_path: Path) -> None:
+    """255 in the masks, as in many files, and a loss that passes over it: the errors would not."""
+    images, _ = pictures()
+    x, y = images[:64].float() / 255, (images[:64, 0] > 127).long()
+    y[:, 0] = 255
+    loader = DataLoader(TensorDataset(x, y), 32)
+    net = nestling.nest(
+        nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)), "w", shape=(1, 8, 8)
+    )
+    with pytest.raises(NestlingError, match=r"is class 255.*pixels that do not count be -1"):
+        nestling.fit(
+            net, loader, loader, loss=nn.CrossEntropyLoss(ignore_index=255), out=tmp_path, epochs=1, quiet=True
+        )
+
+
+def test_scores_of_yes_and_no_are_no_numbers_to_hit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several labels at a time: it is said that the errors are no measure. A run whose errors are above 1 is opened even so."""
+    images, labels = pictures()
+    pair, net = (
+        (images[:128].float() / 255, F.one_hot(labels[:128], 10).float()),
+        nestling.nest(small(10), "w", shape=(1, 8, 8)),
+    )
+    run = nestling.fit(net, pair, pair, loss=nn.BCEWithLogitsLoss(), out=tmp_path, epochs=1, quiet=True)
+    assert "say by error= how wrong each sample is" in capsys.readouterr().err
+    assert run.results["stages"][0]["error"] > 1
+    with nestling.Runtime(run, device="cpu") as runtime:
+        assert runtime.answer(pair[0][0], deadline=None).stage > 0
 
 
 def test_the_variance_that_is_left_is_of_each_number_around_its_own_mean() -> None:

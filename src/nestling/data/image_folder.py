@@ -22,7 +22,7 @@ from nestling.data.split import Batch, check_batch, slices
 from nestling.errors import NestlingError, nearest
 from nestling.recipes.recipe import DataRecipe
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as everybody uses them
 STD = (0.229, 0.224, 0.225)
 Request = tuple[int, int | None]  # which file, and the seed of its crop (None = the middle)

@@ -9,9 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from nestling.data.dataset import DataSet, channel_statistics
 from nestling.data.split import Batch, MemorySplit, Split, check_batch, slices
@@ -21,6 +30,7 @@ from nestling.recipes.recipe import DataRecipe
 
 HOW = "--data {0} (in Python nestling.resolve(run, data=...))"
 EXPECTED = "expected (inputs, targets) tensors, a torch Dataset of such pairs, or a DataLoader of batches of them"
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
@@ -41,8 +51,9 @@ def dataset(train: Any, test: Any, device: torch.device) -> DataSet:
     """Both parts as splits. Classes are named by the data (`.classes`, as in torchvision), or not at all."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    train, test = (part.tensors if isinstance(part, TensorDataset) else part for part in (train, test))
-    if isinstance(test, DataLoader) and isinstance(test.sampler, RandomSampler):
+    # A class made of TensorDataset may give other samples than its tensors, such as augmented ones.
+    train, test = (part.tensors if type(part) is TensorDataset else part for part in (train, test))
+    if isinstance(test, DataLoader) and any(isinstance(each, SHUFFLING) for each in samplers(test)):
         raise NestlingError(
             "the test loader shuffles, so that no answer could be told to its picture; make it with shuffle=False"
         )
@@ -59,11 +70,31 @@ def dataset(train: Any, test: Any, device: torch.device) -> DataSet:
     first = next(iter(splits[1].batches(1)), None)
     if first is None:
         raise NestlingError("the test data give no batch; hand over at least one sample")
-    named = (
-        getattr(part, "classes", ()) or getattr(getattr(part, "dataset", None), "classes", ()) for part in (train, test)
-    )
-    classes = next((tuple(map(str, names)) for names in named if names), ())
+    named = [names_in(part) or names_in(getattr(part, "dataset", None)) for part in (train, test)]
+    if all(named) and named[0] != named[1]:
+        raise NestlingError(
+            f"the classes of the training data are {shortly(named[0])}, those of the test data {shortly(named[1])}: a number "
+            "would mean another class there; hand over data that number the same classes"
+        )
+    classes = named[0] or named[1]
     return DataSet("own", splits[0], splits[1], classes, mean, std, tuple(first[0].shape[1:]))
+
+
+def samplers(loader: Any) -> tuple[Any, ...]:
+    """What tells a loader the order of its samples."""
+    return loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+
+
+def names_in(data: Any) -> tuple[str, ...]:
+    """The names of the classes that a Dataset tells; none where `classes` is something else, such as how many there are."""
+    found = getattr(data, "classes", ())
+    if isinstance(found, np.ndarray):
+        found = found.tolist()
+    return tuple(map(str, found)) if isinstance(found, tuple | list) else ()
+
+
+def shortly(names: tuple[str, ...]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def is_pictures(part: Any) -> bool:
@@ -81,9 +112,10 @@ def split_of(part: Any, device: torch.device, mean: tuple[float, ...], std: tupl
         return ItemSplit(part, device, name)
     if is_pair(part):
         inputs, targets = part[0], whole(part[1])
-        if len(inputs) != len(targets) or not len(inputs):
+        counts = [len(each) if each.dim() else 1 for each in (inputs, targets)]
+        if not inputs.dim() or not targets.dim() or counts[0] != counts[1] or not counts[0]:
             raise NestlingError(
-                f"the {name} data have {len(inputs)} inputs and {len(targets)} targets; expected as many of both"
+                f"the {name} data have {counts[0]} inputs and {counts[1]} targets; expected as many of both"
             )
         if mean and is_pictures(part):
             centre, scale = (torch.tensor(value, device=device) for value in (mean, std))
@@ -147,8 +179,20 @@ class ItemSplit:
         check_batch(batch, len(self), generator, augment, drop_last)
         order = list(range(len(self))) if generator is None else torch.randperm(len(self), generator=generator).tolist()
         parts = [order[start:stop] for start, stop in slices(len(self), batch, drop_last)]
-        loader: DataLoader[Any] = DataLoader(self.items, batch_sampler=parts, generator=torch.Generator())
+        loader: DataLoader[Any] = DataLoader(
+            self.items, batch_sampler=parts, generator=torch.Generator(), collate_fn=self.together
+        )
         yield from (on_device(each, self.device, self.name) for each in loader)
+
+    def together(self, samples: list[Any]) -> Any:
+        """Samples as a batch."""
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            raise NestlingError(
+                f"samples of the {self.name} data cannot be put together in a batch ({str(error).splitlines()[0]}); expected "
+                "inputs that are tensors of one shape, or hand over a DataLoader that makes the batches"
+            ) from error
 
     def pictures(self, indices: Tensor) -> Tensor:
         return as_pictures(torch.stack([torch.as_tensor(self.items[int(i)][0]) for i in indices]))
@@ -191,7 +235,26 @@ class LoaderSplit:
     def batches(
         self, batch: int, generator: torch.Generator | None = None, augment: bool | None = None, drop_last: bool = False
     ) -> Iterator[Batch]:
-        yield from (on_device(each, self.device, self.name) for each in self.loader)
+        """With a generator, one that the loader draws its order from is seeded, too: so a resumed run sees what it would have."""
+        if generator is not None:
+            for own in self.generators():
+                own.manual_seed(generator.initial_seed())
+        count = 0
+        for count, each in enumerate(self.loader, start=1):
+            if generator is not None and count > self.steps:
+                raise NestlingError(
+                    f"the {self.name} loader gives more than the {self.steps} batches that it says it has; let __len__ tell all"
+                )
+            yield on_device(each, self.device, self.name)
+        if not count:
+            raise NestlingError(
+                f"the {self.name} data give no batch; hand over at least one sample, and what can be gone through again"
+            )
+
+    def generators(self) -> list[torch.Generator]:
+        """Those of the user's own from which the order of the samples is drawn."""
+        found = [getattr(each, "generator", None) for each in (self.loader, *samplers(self.loader))]
+        return [each for each in found if isinstance(each, torch.Generator) and each is not torch.default_generator]
 
     def pictures(self, indices: Tensor) -> Tensor:
         """Of a test loader, which is taken to come in the same order each time."""
@@ -213,14 +276,18 @@ def on_device(batch: Any, device: torch.device, name: str) -> Batch:
 
 
 def labels_of(items: Any, device: torch.device) -> Tensor:
-    """The targets of a Dataset that keeps them in one place (as torchvision's do); empty where it does not."""
+    """The targets of a Dataset that keeps them in one place (as torchvision's do); empty where it does not, or gives others."""
+    none = torch.zeros(0, dtype=torch.int64)
     found = getattr(items, "targets", getattr(items, "labels", None))
-    if found is None and isinstance(items, TensorDataset) and len(items.tensors) == 2:
+    if found is None and type(items) is TensorDataset and len(items.tensors) == 2:
         found = items.tensors[1]
+    if found is None or getattr(items, "target_transform", None) is not None:
+        return none
     try:
-        return torch.as_tensor(found, device=device) if found is not None else torch.zeros(0, dtype=torch.int64)
+        labels = whole(torch.as_tensor(found, device=device))
+        return labels if labels.dim() and len(labels) == len(items) else none
     except (TypeError, ValueError, RuntimeError):
-        return torch.zeros(0, dtype=torch.int64)
+        return none
 
 
 def as_pictures(x: Tensor) -> Tensor:

@@ -40,11 +40,13 @@ def first_images(data: DataSet, count: int) -> tuple[Float32, NDArray[np.int64]]
     """The first test images and their labels; 0 = all."""
     count = min(count or len(data.test), len(data.test))
     kept: list[Tensor] = []
-    for x, _ in data.test.batches(256):
+    labels: list[Tensor] = []
+    for x, y in data.test.batches(256):
         kept.append(x.cpu())
+        labels.append(y.cpu())
         if sum(map(len, kept)) >= count:
             break
-    return torch.cat(kept)[:count].numpy(), data.test.labels[:count].cpu().numpy()
+    return torch.cat(kept)[:count].numpy(), torch.cat(labels)[:count].numpy()
 
 
 class CalibrationBatches(quantization.CalibrationDataReader):

@@ -34,7 +34,9 @@ class Spec:
     mean: tuple[float, ...] = ()  # per channel, of [0,1] pixels; empty: uint8 images are not accepted
     std: tuple[float, ...] = ()
     prior: tuple[float, ...] = ()  # probability of each class before looking; empty = equal
-    errors: tuple[float, ...] = ()  # expected error of each stage, a fraction; empty = not known
+    errors: tuple[
+        float, ...
+    ] = ()  # expected error of each stage, a fraction (left of a variance: perhaps above 1); empty = not known
     output: tuple[
         int, ...
     ] = ()  # the shape of one answer that is no row of class scores, such as classes,H,W of a mask
@@ -62,7 +64,13 @@ class Spec:
             ("means", self.mean, channels, -1e6, 1e6),
             ("deviations", self.std, channels, 1e-6, 1e6),  # a smaller one would make every image infinite
             ("prior probabilities", self.prior, classes, 0.0, 1.0),
-            ("expected errors", self.errors, stages, 0.0, 1.0),
+            (
+                "expected errors",
+                self.errors,
+                stages,
+                0.0,
+                1.0 if classes else 1e6,
+            ),  # more than all of a variance may be left
         ):
             if found and len(found) != expected:
                 raise NestlingError(f"{self.name}: found {len(found)} {what}, expected {expected}")

@@ -5,7 +5,7 @@ of these images. No weight changes, and a kept network's own norms stay as they 
 """
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,32 @@ def calibrate(net: N, batches: Iterable[Tensor | tuple[Tensor, ...] | list[Tenso
     momenta = [norm.momentum for norm in norms]
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     seen = 0
-    with evaluating(net), torch.no_grad():
-        for norm in norms:
-            norm.training = True
-        for batch in batches:
-            images = batch if isinstance(batch, Tensor) else batch[0]
-            seen += 1
+    try:
+        with evaluating(net), torch.no_grad():
             for norm in norms:
-                norm.momentum = 1 / seen  # so that all batches count alike
-            net(images.to(device))
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+                norm.training = True
+            for batch in batches:
+                images = images_of(batch)
+                seen += 1
+                for norm in norms:
+                    norm.momentum = 1 / seen  # so that all batches count alike
+                net(images.to(device))
+    finally:  # a batch that does not fit must not leave norms that learn at another pace
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
     if not seen:
         raise NestlingError(
             "calibrate found no batches; expected some of the training images, such as 10 batches of 128"
         )
     return net
+
+
+def images_of(batch: Any) -> Tensor:
+    """The images of a batch."""
+    images = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(images, Tensor) or not images.numel():
+        found = "no images" if isinstance(images, Tensor) else f"type {type(images).__name__}"
+        raise NestlingError(
+            f"calibrate found a batch of {found}; expected images as the network takes them, or a tuple that begins with them"
+        )
+    return images

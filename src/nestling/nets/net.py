@@ -151,7 +151,7 @@ class NestedNet(nn.Module):
                 for mine, theirs in zip(small.layer(node.name).modules(), self.layer(node.name).modules(), strict=True):
                     mine.training = theirs.training
             elif node.op.layered and not node.shares:
-                follow(small.layer(node.name), self.layer(node.name))
+                follow(small.layer(node.name), has_its_weight(node.name, self.layer(node.name)))
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
 
@@ -250,6 +250,17 @@ def cuttable(node: Node, layer: nn.Module) -> nn.Module:
             f"{node.name} has been replaced by a {type(layer).__name__}, which cannot be run stage by stage. Put back a nested "
             "layer (such as NestedBatchNorm2d) with its weights before asking for stages."
         )
+    return has_its_weight(node.name, layer)
+
+
+def has_its_weight(name: str, layer: Any) -> Any:
+    """A layer whose weight is what it computes with: not one that a hook makes of others whenever the layer is called."""
+    if layer._forward_pre_hooks and "weight" not in layer._parameters and hasattr(layer, "weight"):
+        raise NestlingError(
+            f"the weight of {name} is made by a hook when the layer is called (pruning, weight norm or the like), which a nest "
+            "does not wait for: it would compute with an old one. Make it permanent, such as by torch.nn.utils.prune.remove, or "
+            "do it to the module before it is nested."
+        )
     return layer
 
 
@@ -260,7 +271,7 @@ def masked_layer(name: str, layer: Any) -> Any:
             f"{name} has been replaced by a {type(layer).__name__}, which knows no births: early stages would depend on later "
             "ones. Change the module before it is nested, or load weights into the nested layer."
         )
-    return layer
+    return has_its_weight(name, layer)
 
 
 def make_cut(plan: Plan, step: NodeWork) -> Cut | None:

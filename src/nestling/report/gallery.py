@@ -88,8 +88,8 @@ def word(family: Family, number: int) -> str:
 
 
 def to_pixels(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(C,H,W) as what imshow takes: (H,W) grey or (H,W,3)."""
-    return image[0] if len(image) == 1 else np.moveaxis(image[:3], 0, 2)
+    """(C,H,W) as what imshow takes: (H,W) grey, of two channels the first, or (H,W,3)."""
+    return image[0] if len(image) < 3 else np.moveaxis(image[:3], 0, 2)
 
 
 def to_png(image: NDArray[np.uint8]) -> bytes:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.data import DataSet, Split
+from nestling.data import DataSet, MemorySplit, Split
 from nestling.data.split import Batch
 from nestling.errors import NestlingError
 from nestling.files import GALLERY, OUTPUTS, RESULTS
@@ -20,7 +20,7 @@ from nestling.nets import NestedNet, Plan
 from nestling.nets.modes import evaluating
 from nestling.recipes.recipe import TrainRecipe
 from nestling.runs.folder import RunDir
-from nestling.runs.goal import CLASSES, Examined, examined_classes, examined_otherwise, goal_of
+from nestling.runs.goal import CLASSES, Examined, check_classes, examined_classes, examined_otherwise, goal_of
 
 BINS = 15  # of the expected calibration error
 PICTURES = 48  # in the gallery
@@ -32,7 +32,10 @@ PIXELS = 2000 * 32 * 32  # evaluated at once on a GPU
 def examine(net: NestedNet, split: Split, goal: str, train: TrainRecipe) -> Examined:
     """What every stage is worth on a split. On CUDA nothing waits: all is queued."""
     if goal == CLASSES:
-        return examined_classes(*answers(net, split), train)
+        logits, labels = answers(net, split)
+        if not (isinstance(split, MemorySplit) and labels.is_cuda):  # whose labels were looked at before
+            check_classes(labels, goal, logits.shape[2])
+        return examined_classes(logits, labels, train)
     weight = next(net.parameters())
     batch = max(1, min(1000, PIXELS // (16 * prod(net.plan.input.size))))
     with evaluating(net):
@@ -187,9 +190,11 @@ def about(data: DataSet) -> dict[str, Any]:
 
 
 def class_shares(data: DataSet) -> list[float]:
-    """How often each class is among the training images; empty where there are none."""
+    """How often each class is among the training images; empty where there are none, or where they are numbered otherwise."""
     labels = data.train.labels.cpu()
     if not data.classes or not len(labels) or labels.dim() != 1 or labels.is_floating_point():
+        return []
+    if int(labels.min()) < 0 or int(labels.max()) >= len(data.classes):
         return []
     counts = torch.bincount(labels, minlength=len(data.classes)).double()
     return [float(share) for share in counts / counts.sum()]

@@ -15,16 +15,22 @@ from torch import Tensor
 
 from nestling.data import MemorySplit, Split
 from nestling.data.own import TensorSplit
-from nestling.errors import NestlingError
+from nestling.errors import NestlingError, say_once
 from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 
 CLASSES, PIXELS, NUMBERS = "classes", "pixels", "numbers"
+NO_CLASS = -(2**62)  # torch passes over targets of -100 unless told of another number: of inputs every class counts
 
 
 def goal_of(split: Split, train: TrainRecipe) -> str:
     """What the targets of a split ask for. Whole numbers are classes, unless the recipe has an error of its own."""
-    y = split.labels if isinstance(split, MemorySplit | TensorSplit) else next(iter(split.batches(1)))[1]
+    return goal_of_targets(
+        split.labels if isinstance(split, MemorySplit | TensorSplit) else next(iter(split.batches(1)))[1], train
+    )
+
+
+def goal_of_targets(y: Tensor, train: TrainRecipe) -> str:
     if train.error or y.is_floating_point():
         return NUMBERS
     return CLASSES if y.dim() == 1 else PIXELS
@@ -58,29 +64,48 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
             f"the targets are whole numbers of shape {tuple(labels.shape)}, the network's output has {tuple(logits.shape)}; "
             f"expected classes of shape {expected}, or numbers to hit: targets.float()"
         )
-    pixels = labels.dim() > 1 and not labels.is_floating_point()  # those below 0 do not count
-    if pixels:
-        labels = labels.clamp(min=-1)
+    if labels.is_floating_point():
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing)
     try:
-        return F.cross_entropy(logits, labels, ignore_index=-1 if pixels else -100, label_smoothing=smoothing)
+        if labels.dim() == 1:
+            return F.cross_entropy(logits, labels, ignore_index=NO_CLASS, label_smoothing=smoothing)
+        counted = (labels >= 0).sum()  # of pixels those below 0 do not count; there may be none in a batch
+        total = F.cross_entropy(
+            logits, labels.clamp(min=-1), ignore_index=-1, label_smoothing=smoothing, reduction="sum"
+        )
+        return total / counted.clamp(min=1)
     except IndexError as error:  # on a CPU; on a GPU the process would be lost
         raise beyond(labels, logits.shape[1]) from error
 
 
 def check_targets(split: Split, goal: str, answers: int) -> None:
     """Refuse classes that the network does not know, where all targets are at hand."""
-    if goal == NUMBERS or not isinstance(split, MemorySplit | TensorSplit):
-        return
-    if int(split.labels.max()) >= answers or (goal == CLASSES and int(split.labels.min()) < 0):
-        raise beyond(split.labels, answers)
+    if goal != NUMBERS and isinstance(split, MemorySplit | TensorSplit):
+        check_classes(split.labels, goal, answers)
+
+
+def check_goals(y: Tensor, goal: str, train: TrainRecipe) -> None:
+    """Refuse training targets that ask for something else than those of the test, unless the loss is the user's own."""
+    found = goal_of_targets(y, train)
+    if (found == NUMBERS) != (goal == NUMBERS) and not train.loss:
+        one, other = ("numbers to hit", "classes") if found == NUMBERS else ("classes", "numbers to hit")
+        raise NestlingError(
+            f"the training targets are {one}, the test targets {other}; hand over both in one form, or a loss of your own (loss=)"
+        )
+
+
+def check_classes(labels: Tensor, goal: str, answers: int) -> None:
+    if int(labels.max()) >= answers or (goal == CLASSES and int(labels.min()) < 0):
+        raise beyond(labels, answers)
 
 
 def beyond(labels: Tensor, answers: int) -> NestlingError:
     """Refuses classes from an unknown one: the largest, or a negative one."""
     most, least = int(labels.max()), int(labels.min())
+    apart = "; let pixels that do not count be -1" if labels.dim() > 1 else ""
     return NestlingError(
         f"a target is class {most if most >= answers else least}, but the network answers with {answers} classes (0 to "
-        f"{answers - 1}); build it for all of them, or say by loss and error what else its outputs are for"
+        f"{answers - 1}){apart}; build it for all of them, or say by loss and error what else its outputs are for"
     )
 
 
@@ -127,21 +152,25 @@ def examined_otherwise(found: Iterator[tuple[tuple[Tensor, ...], Tensor]], goal:
     for outputs, y in found:
         stacked = torch.stack([output.float() for output in outputs])
         losses.append(torch.stack([task_loss(train, y.is_floating_point())(output, y) for output in stacked]))
-        counts.append(len(y))
+        dense = goal == PIXELS and not train.loss  # whose loss is a mean over pixels
+        counts.append(int((y >= 0).sum()) if dense else len(y))
         if train.error:
             kept.append((stacked.cpu(), y.cpu()))
         elif goal == CLASSES:
             wrong.append((stacked.argmax(2) != y).float())
         elif goal == PIXELS:
             said = said_pixels(stacked, y)
+            check_classes(y, goal, stacked.shape[2])
             inside = (y >= 0).flatten(1)
             right = (said == y).flatten(2) | ~inside
-            wrong.append((~right).float().sum(2) / inside.float().sum(1).clamp(min=1))
+            wrong.append((~right).float().sum(2) / inside.float().sum(1))  # not a number where no pixel counts
             table = confusions(said, y, stacked.shape[2])
             confusion = table if confusion is None else confusion + table
         else:
             wrong.append(torch.stack([(output - alike(output, y)).square().flatten(1).mean(1) for output in stacked]))
             kept.append((stacked[:0].cpu(), y.double().cpu()))
+    if confusion is not None and not confusion.any():
+        raise NestlingError("no pixel of the test targets counts: all are below 0; hand over targets that have classes")
     share = torch.tensor(counts, device=losses[0].device) / sum(counts)
     loss = (torch.stack(losses) * share[:, None]).sum(0)
     if train.error:
@@ -151,7 +180,16 @@ def examined_otherwise(found: Iterator[tuple[tuple[Tensor, ...], Tensor]], goal:
     else:
         each = torch.cat(wrong, 1)
         if goal == NUMBERS:
-            each = each / variance(torch.cat([y for _, y in kept]))
+            y = torch.cat([y for _, y in kept])
+            if train.loss and bool(((y == 0) | (y == 1)).all()):
+                say_once(
+                    "all test targets are 0 or 1 and the loss is your own: the errors are the share of the targets' variance "
+                    "that the outputs leave, as of numbers to hit. Where outputs are scores that is no measure; say by error= "
+                    "how wrong each sample is"
+                )
+            each = each / variance(y)
+        elif goal == PIXELS:  # who has no pixel that counts is neither right nor wrong
+            each = torch.where(each.isnan(), each.nanmean(1, keepdim=True), each)
     return Examined(goal, each.mean(1), loss, {"errors": each}, None if confusion is None else mean_iou(confusion))
 
 

@@ -35,7 +35,7 @@ def fit(
     train: Any,
     test: Any = None,
     *,
-    teacher: "nn.Module | UserFunction | str | None" = None,
+    teacher: "nn.Module | UserFunction | str | Path | None" = None,
     loss: Loss | str | None = None,
     error: Loss | str | None = None,
     out: str | Path = "runs/mine",
@@ -124,7 +124,8 @@ def data_recipe(train: Any, test: Any, net: Any, before: str) -> DataRecipe:
         if str(train) in DATASETS:
             return DataRecipe(name=str(train))  # type: ignore[arg-type]  # it is in DATASETS
         if Path(train).is_dir():
-            size = net.plan.input.size[-1] if isinstance(net, NestedNet) else DataRecipe.size
+            sides = net.plan.input.size if isinstance(net, NestedNet) else ()
+            size = sides[-1] if sides else DataRecipe.size
             return DataRecipe(name="folder", root=str(train), size=size)
         if ":" in str(train):
             return DataRecipe(name="own", root=hand_over(str(train), before))
@@ -135,13 +136,14 @@ def data_recipe(train: Any, test: Any, net: Any, before: str) -> DataRecipe:
     )
 
 
-def taught_by(teacher: "nn.Module | UserFunction | str | None", before: str) -> dict[str, Any]:
+def taught_by(teacher: "nn.Module | UserFunction | str | Path | None", before: str) -> dict[str, Any]:
     """The recipe's fields about a teacher."""
     if teacher is None:
         return {}
     if isinstance(teacher, nn.Module):
         return {"teacher": hand_object(teacher, "teacher", before), "distill": 0.5}
-    if isinstance(teacher, str):
+    if isinstance(teacher, str | Path):
+        teacher = str(teacher)
         folder = (Path(teacher) / RECIPE).is_file() or ":" not in teacher
         return {"teacher": teacher if folder else hand_over(teacher, before), "distill": 0.5}
     return {"teacher": hand_over(teacher, before), "distill": 0.5}

@@ -29,7 +29,7 @@ from nestling.runs.provenance import device_name
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats
 from nestling.studies.measure import measure
-from nestling.train.teacher import answer, last_stage
+from nestling.train.teacher import asked, last_stage
 
 
 def at_hand(recipe: Recipe) -> bool:
@@ -61,7 +61,9 @@ def judged(recipe: Recipe) -> dict[str, Any]:
     teacher = teacher_of(recipe).to(device)
     test = load(recipe.data, device).test
     found = examined_otherwise(
-        (((answer(teacher(x)),), y) for x, y in test.batches(64)), goal_of(test, recipe.train), recipe.train
+        (((asked(teacher, x, isinstance(teacher, NestedNet)),), y) for x, y in test.batches(64)),
+        goal_of(test, recipe.train),
+        recipe.train,
     )
     said = {"name": called(recipe), "loss": float(found.losses[0]), "error": float(found.errors[0])}
     return said if found.iou is None else {**said, "iou": float(found.iou[0])}
@@ -95,7 +97,7 @@ def by_torch(
         for repeat in range(WARM_UP + repeats):
             x = torch.from_numpy(np.ascontiguousarray(images[[repeat % len(images)]]))
             began = clock()
-            answer(module(x.to(device))).cpu()
+            asked(module, x.to(device), isinstance(module, NestedNet)).cpu()
             trace.append(((clock() - began) * 1e3,))
     finally:
         torch.set_num_threads(threads)

@@ -25,7 +25,7 @@ from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs import evaluate
 from nestling.runs.device import first_line, pick_device
 from nestling.runs.folder import RunDir
-from nestling.runs.goal import NUMBERS, Examined, check_targets, goal_of
+from nestling.runs.goal import NUMBERS, Examined, check_goals, check_targets, goal_of
 from nestling.train import stepping
 from nestling.train.board import Board
 from nestling.train.capabilities import able, cache_kernels, lacks_memory, memory_explained
@@ -82,7 +82,11 @@ class Training:
             self.goal = goal_of(self.data.test, recipe.train)
             self.data = named_classes(self.data, self.net.plan, self.goal)
             if self.data.name == "own":
-                evaluate.check_inputs(self.net, next(iter(self.data.test.batches(2)))[0][:2])
+                stepping.steps_per_epoch(self.data.train, recipe.train.batch)  # refuses data without a batch
+                (x, y), (others, _) = (next(iter(part.batches(2))) for part in (self.data.train, self.data.test))
+                for inputs in (x, others):
+                    evaluate.check_inputs(self.net, inputs[:2])
+                check_goals(y, self.goal, recipe.train)
             self.optimizer = make_optimizer(self.net, recipe, self.device)
             self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)

@@ -43,9 +43,21 @@ class Eager:
         kept: list[Tensor] = []
         for index, (x, y) in enumerate(self.split.batches(self.batch, generator, drop_last=True)):
             set_rate(self.step.optimizer, rates[index])
-            kept.append(self.step(*share(x, y)))
+            kept.append(self.taken(*share(x, y)))
             yield index
         self.losses = torch.stack(kept)
+
+    def taken(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step; a batch of one, as a loader's last may be, has no statistics."""
+        try:
+            return self.step(x, y)
+        except ValueError as error:
+            if len(x) > 1:
+                raise
+            raise NestlingError(
+                f"a training batch has a single input, which batch norms cannot take ({error}); make the loader with "
+                "drop_last=True, or with another batch size"
+            ) from error
 
     def lane(self) -> AbstractContextManager[None]:
         """Where work between two epochs takes its place in the device's order: just here."""

@@ -23,8 +23,10 @@ class Teacher:
 
     def __init__(self, train: TrainRecipe, pupil: NestedNet, faster: Any = None) -> None:
         self.net: Any
+        self.ours = True
         if ":" in train.teacher:
             self.net = alone(train.teacher, next(pupil.parameters()))
+            self.ours = isinstance(self.net, NestedNet)
             return
         net = last_stage(train.teacher)
         check(train.teacher, net.plan, pupil.plan)
@@ -40,14 +42,26 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        return answer(self.net(x))
+        return asked(self.net, x, self.ours)
 
 
-def answer(found: Any) -> Tensor:
-    """What a module answers; of several answers the last."""
-    logits = found[-1] if isinstance(found, tuple | list) else found
+def asked(module: Any, x: Tensor, ours: bool) -> Tensor:
+    """What a module answers; a network of ours with its last stage. Of several answers of a user's nobody knows which."""
+    try:
+        found = module(x)
+    except RuntimeError as error:
+        kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), x.dtype)
+        if kind == x.dtype:
+            raise
+        raise NestlingError(
+            f"the teacher computes in {kind}, the inputs are {x.dtype} ({error}); convert it, such as by teacher.to({x.dtype})"
+        ) from error
+    logits = found[-1] if isinstance(found, tuple | list) and found and (ours or len(found) == 1) else found
     if not isinstance(logits, Tensor):
-        raise NestlingError(f"the teacher answers with a {type(logits).__name__}; expected a tensor")
+        raise NestlingError(
+            f"the teacher answers with a {type(logits).__name__}; expected a tensor: hand over a module that returns the one to "
+            "learn from"
+        )
     return logits.detach()
 
 

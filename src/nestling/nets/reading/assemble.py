@@ -19,7 +19,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import Growth
 from nestling.nets.extended import Extended
 from nestling.nets.net import NestedNet, cut_state, follow
-from nestling.nets.ops import Select, Zip
+from nestling.nets.ops import Cat, Select, Zip
 from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading.sketch import Sketch
@@ -131,16 +131,17 @@ def fitted(sketch: Sketch, heads: list[str]) -> tuple[Sketch, dict[str, str]]:
 
 def tail_of(sketch: Sketch, net: str) -> list[Node]:
     """The classifier and what follows it channel by channel: the last convolution or linear layer. Or several of them, whose
-    answers are added or the like."""
+    answers are added or the like, or stand side by side."""
     found: dict[str, Node] = {}
     open_ends = [sketch.output]
     while open_ends:
         node = sketch.nodes[open_ends.pop()]
-        several = isinstance(node.op, Zip) and len({*node.reads}) > 1
+        several = isinstance(node.op, Zip | Cat) and len({*node.reads}) > 1
         if not (node.op.weighted or node.op.tail or several):
             raise NestlingError(
                 f"{net}: cannot nest it: its answer comes out of {node.name} ({node.op.kind}), not of one classifier. "
-                "Expected a last linear layer or convolution, or a sum of several, and nothing but pooling and the like after it."
+                "Expected a last linear layer or convolution, or several added or side by side, and nothing but pooling and the "
+                "like after it."
             )
         found[node.name] = node
         open_ends += () if node.op.weighted else node.reads

@@ -211,6 +211,11 @@ def reason(error: Exception, image: Tensor) -> str:
             "it hands tensors to code that cannot be watched, such as an autograd.Function of its own or a kernel in "
             f"C++ ({type(error).__name__}). Write that part in operations of torch"
         )
+    if "meta" in words and "device" in words:
+        return (
+            f"it uses a tensor of its own that does not go with it to another device ({type(error).__name__}: {words}): make it "
+            "a buffer, by register_buffer, or where the image is (device=x.device)"
+        )
     return f"it does not run on images of shape {tuple(image.shape[1:])} ({type(error).__name__}: {words})"
 
 
