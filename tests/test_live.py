@@ -102,7 +102,7 @@ def test_networks_that_answer_otherwise_than_the_spec_says_are_refused() -> None
     with pytest.raises(NestlingError, match="is of 3 classes; found answers of shapes"):
         Chooser([nest], device="cpu", spec=replace(SPEC, classes=("a", "b", "c"), sizes=("w4",), errors=()))
     layers = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-    masks = nestling.exits(layers.eval(), at=(0.5,), shape=(1, 8, 8))
+    masks = nestling.nest(layers.eval(), shape=(1, 8, 8))
     with pytest.raises(NestlingError, match="takes networks that answer with these classes"):
         Chooser([masks.eval()], device="cpu")
 
