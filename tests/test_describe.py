@@ -121,6 +121,7 @@ def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:
         (["depth-sparse98", "--blocks", "16,15,16"], "cannot be halved"),
         (["width-resnet42", "--stripes", "1,a"], "network.stripes"),
         (["width-resnet42", "--shape", "32,32"], "expected channels, height and width"),
+        (["width-resnet42", "--classes", "-1"], "classes -1; expected how many"),
         (["width-digits", "--draw", "picture.png"], "a name that ends in .svg"),
         (["width-digits", "--draw", "no/such/folder/picture.svg"], "there is no folder"),
     ],

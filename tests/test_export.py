@@ -478,6 +478,8 @@ def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:
         export_net(net, bare_spec(net), tmp_path, x)
     with pytest.raises(NestlingError, match="is a file"):
         export_net(net, bare_spec(net), tmp_path / "precious.txt", x)
+    with pytest.raises(NestlingError, match="a name of its own, such as export"):
+        export_net(net, bare_spec(net), ".", x)
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
@@ -536,6 +538,8 @@ def test_unfinished_runs_and_wrong_wishes_are_refused(run: Path, tmp_path: Path)
         command(str(tmp_path))
     with pytest.raises(NestlingError, match="int8 is for onnx"):
         command(str(run), format="pt2", int8=True)
+    with pytest.raises(NestlingError, match="found images -5"):
+        command(str(run), int8=True, images=-5)
     with pytest.raises(NestlingError, match="unknown format"):
         net, x = network("width-digits")
         export_net(net, bare_spec(net), tmp_path / "x", x, "onyx")

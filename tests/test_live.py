@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_export import stirred
+from torch import nn
 
 import nestling
 from nestling.commands import profile, report
@@ -67,6 +68,8 @@ def test_a_chooser_answers_what_its_networks_answer() -> None:
         last = chooser.answer(x)
         assert (last.stage, last.size, last.final) == (3, "w4", True) and last.refine() is last
         np.testing.assert_allclose(last.probabilities, logits[2], atol=1e-5)
+        assert last.output is not None
+        np.testing.assert_allclose(last.output, nets[2](x[None])[-1][0], atol=1e-4)
         take(chooser, 0.001, 9.0, 9.0)
         first = chooser.answer(x.numpy(), deadline=0.5)
         assert (first.stage, first.final) == (1, False) and first.name == SPEC.classes[first.label]
@@ -91,6 +94,17 @@ def test_of_a_nest_its_last_stage_is_chosen_and_networks_must_agree() -> None:
         Chooser([nest, other], device="cpu")
     with pytest.raises(NestlingError, match="of 2 networks"):
         Chooser([nest], device="cpu", spec=replace(SPEC, sizes=("a", "b"), errors=()))
+
+
+def test_networks_that_answer_otherwise_than_the_spec_says_are_refused() -> None:
+    """The first picture told of it, with an IndexError."""
+    nest = stirred(build(NetworkRecipe(name="width-digits")))[0]
+    with pytest.raises(NestlingError, match="is of 3 classes; found answers of shapes"):
+        Chooser([nest], device="cpu", spec=replace(SPEC, classes=("a", "b", "c"), sizes=("w4",), errors=()))
+    layers = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    masks = nestling.nest(layers.eval(), shape=(1, 8, 8))
+    with pytest.raises(NestlingError, match="takes networks that answer with these classes"):
+        Chooser([masks.eval()], device="cpu")
 
 
 def test_networks_of_runs_bring_their_errors() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -340,6 +341,14 @@ def test_predictions_of_files_and_folders(run: Path, pictures: tuple[Path, list[
     assert "stage 3 w4" in text and "█" in text and len(labels) == 4
 
 
+def test_a_loss_or_a_name_that_would_be_passed_over_is_refused(run: Path) -> None:
+    for loss in (-0.3, float("nan"), 1.0):
+        with pytest.raises(NestlingError, match="expected a share of accuracy"):
+            predict.command(str(run), ("x.png",), device="cpu", loss=loss)
+    with pytest.raises(NestlingError, match="an empty name"):  # would be every picture below the folder we are in
+        predict.command(str(run), ("",), device="cpu")
+
+
 def test_predict_by_a_deadline_on_the_command_line(
     run: Path, pictures: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,6 +499,28 @@ def test_a_small_file_with_many_pixels_is_refused_before_they_take_memory(tmp_pa
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert picture_file.fitted(tmp_path / "small.png", (3, 8, 8)).shape == (3, 8, 8)
+
+
+def test_deep_pixels_are_scaled_or_refused_and_never_cut_off(tmp_path: Path) -> None:
+    """Of a TIFF Pillow gives 12 bits as 16, nearly black, and 16 bits whose white is zero as a negative."""
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    (tmp_path / "a.pgm").write_bytes(b"P5 8 8 65535\n" + grey.astype(">u2").tobytes())
+    Image.fromarray(grey).save(tmp_path / "a.tif")
+    for name in ("a.pgm", "a.tif"):
+        np.testing.assert_array_equal(picture_file.fitted(tmp_path / name, (1, 8, 8))[0], grey >> 8)
+    for bits, white, says in ((12, 1, "a TIFF of 12 bits"), (16, 0, "a TIFF whose white is zero")):
+        (tmp_path / "b.tif").write_bytes(tiff(bytes(8 * 8 * bits // 8), bits, white))
+        with pytest.raises(picture_file.Unreadable, match=says):
+            picture_file.fitted(tmp_path / "b.tif", (1, 8, 8))
+    (tmp_path / "b.tif").write_bytes(tiff(bytes([200] * 64), 8, 0))
+    assert (picture_file.fitted(tmp_path / "b.tif", (1, 8, 8)) == 55).all()  # 8 bits Pillow turns round itself
+
+
+def tiff(pixels: bytes, bits: int, photometric: int) -> bytes:
+    """A grey TIFF of 8 x 8 pixels; photometric 0: white is zero."""
+    tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 8, 279: len(pixels)}
+    entries = b"".join(struct.pack("<HHIHH", tag, 3, 1, value, 0) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(pixels)) + pixels + struct.pack("<H", len(tags)) + entries + bytes(4)
 
 
 @pytest.mark.parametrize("form", ["png", "jpg", "bmp", "gif", "webp", "tif", "ppm"])

@@ -1479,6 +1479,7 @@ def test_the_callers_memory_may_be_reused_at_once() -> None:
         ({"device": "cpu", "engine": "graph"}, "CUDA"),
         ({"device": "cpu", "threads": -1}, "threads=-1.* 0 for all cores"),
         ({"device": "cpu", "threads": 1.5}, "threads=1.5"),
+        ({"device": "cpu", "threads": 100_000}, "threads=100000; expected .*1,024"),
         ({"device": "cpu", "engine": "eager", "memory": math.nan}, "memory=nan; expected the bytes"),
         ({"device": "cpu", "engine": "eager", "memory": -1}, "memory=-1"),
     ],

@@ -108,6 +108,34 @@ def test_json_that_is_wrong_altogether(running: Running, body: bytes) -> None:
     assert status in REFUSED and said["error"]
 
 
+def test_pixels_nested_in_another_order_than_the_shape_says_are_refused(running: Running) -> None:
+    """Taken as if they were flat, channels and columns would be mixed up, and answered."""
+    good = json.loads(infer_json())
+    [tensor] = good["inputs"]
+    pixels = np.array(tensor["data"]).reshape(tensor["shape"])
+    for data, status in (
+        (pixels.transpose(0, 2, 3, 1), 400),
+        (pixels.reshape(len(pixels), -1), 400),
+        (pixels, 200),
+        (pixels.ravel(), 200),
+    ):
+        tensor["data"] = data.tolist()
+        found, said, _ = running.post(PATH, json.dumps(good).encode())
+        assert found == status and (status == 200 or "found data nested as" in said["error"])
+    head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": pixels.size}}]}).encode()
+    body = head + pixels.astype(np.uint8).tobytes()
+    found, said, _ = running.post(PATH, body, {"Inference-Header-Content-Length": str(len(head))})
+    assert found == 400 and "send the one or the other" in said["error"]
+
+
+def test_words_of_a_pictures_query_that_mean_nothing_are_refused(running: Running) -> None:
+    """A timeout that is misspelt would be none."""
+    file = io.BytesIO()
+    Image.fromarray(PIXELS[0].transpose(1, 2, 0)).save(file, "PNG")
+    status, said, _ = running.post(f"{PATH}?timout=20000", file.getvalue(), {"Content-Type": "image/png"})
+    assert status == 400 and "found 'timout' in the query; expected some of id, timeout, " in said["error"]
+
+
 def test_binary_tensors_at_random(running: Running) -> None:
     chance = random.Random(1)
     for _ in range(COUNT):

@@ -306,12 +306,16 @@ def test_a_loop_that_hangs_is_ended_by_sigterm() -> None:
         ("=x",),
         (NAME, "--room", "0"),
         (NAME, "--token-file", "none"),
+        (NAME, "--token-file", "bytes"),
+        (NAME, "--port", "99999"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\x89")
     command = [sys.executable, "-m", "nestling", "serve", "--port", "0", "--grpc-port", "-1", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("nestling: ") and "Traceback" not in done.stderr
+    assert "unexpected" not in done.stderr and "nestling: [Errno" not in done.stderr
 
 
 def test_a_port_that_is_taken_is_named(start: Callable[..., Process]) -> None:

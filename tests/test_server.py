@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import nestling
 from nestling.errors import NestlingError
@@ -24,6 +25,7 @@ from nestling.serve import model as model_room
 from nestling.serve.model import KeptAnswers, Model
 from nestling.serve.scheduler import Full, Ticket
 from nestling.serve.server import Server
+from nestling.serve.service import Asked, Service
 from nestling.serve.way import Way
 
 NAME = "width-resnet42-cifar10"
@@ -167,6 +169,27 @@ def test_bad_images_and_names_are_refused(server: Server, net: NestedNet) -> Non
         Server(net, named={net.plan.name: net}, device="cpu")
     with pytest.raises(NestlingError, match="no network was named"):
         Server()
+
+
+def test_what_is_no_picture_is_served_alike() -> None:
+    """Sequences (C,L): one has as many sides as a batch of images less two."""
+    layers = [nn.Sequential(nn.Conv1d(i, 16, 3), nn.BatchNorm1d(16), nn.ReLU()) for i in (2, 16)]
+    module = nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, 5)).eval()
+    sequences = nestling.nest(module, shape=(2, 20)).eval()
+    x = torch.randn(3, 2, 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = sequences(x)[-1].softmax(1).numpy()
+    with Server(sequences, device="cpu") as one:
+        np.testing.assert_allclose(one.answer(x[0]).probabilities, expected[0], atol=1e-5)
+        with pytest.raises(NestlingError, match="found a batch"):
+            one.answer(x)
+        model, service = one.model(), Service(one)
+        for given in (x.numpy(), x[0].numpy()):
+            request = service.begin(model, Asked(given), one.clock())
+            for _ in request.each_stage():
+                pass
+            found = {wanted.name: array for wanted, array in service.reply(model, Asked(given), request).outputs}
+            np.testing.assert_allclose(found["probabilities"], expected[: 3 if given.ndim == 3 else 1], atol=1e-5)
 
 
 def test_a_stage_that_fails_is_told_to_whom_it_failed_and_to_nobody_else(

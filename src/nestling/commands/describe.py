@@ -61,6 +61,8 @@ def command(
         shape: channels, height and width of the images, such as 3,32,32.
         draw: write a picture of the nest to this file (.svg).
     """
+    if classes < 0:
+        raise NestlingError(f"classes {classes}; expected how many, or 0 for the network's own number")
     given = {"growth": growth, "stripes": stripes, "widths": widths, "blocks": blocks}
     settings = [f"network.{key}={value}" for key, value in given.items() if value]
     image = image_shape(shape)

@@ -43,6 +43,8 @@ def command(
     """
     if int8 and format != "onnx":
         raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
+    if images < 0:
+        raise NestlingError(f"found images {images}; expected how many test images, or 0 for all")
     opened = resolve(run, build, data)
     net = opened.net()
     spec = spec_of(opened, net)

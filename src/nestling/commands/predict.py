@@ -48,6 +48,10 @@ def command(
     paths = find(images)
     if not deadline_ms >= 0:
         raise NestlingError(f"found a deadline of {deadline_ms} ms; expected 0 (none) or more")
+    if not (loss == -1 or 0 <= loss < 1):
+        raise NestlingError(
+            f"found a loss of {loss}; expected a share of accuracy, such as 0.005, or -1 (never stop early)"
+        )
     if threads < 1:
         raise NestlingError(f"found {threads} threads; expected at least 1")
     pick_device(device, "--device ")  # is refused before anything that takes time
@@ -76,6 +80,8 @@ def command(
 
 def find(names: tuple[str, ...]) -> list[Path]:
     """The picture files that were named, folders opened. A missing one and a folder without any are kept."""
+    if "" in names:  # an empty variable, say, which would be the folder we are in
+        raise NestlingError("found an empty name for a picture; give files or folders")
     found: list[Path] = []
     for path in map(Path, names):
         inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())

@@ -95,6 +95,10 @@ def command(
     if not longest > 0 or room < 1 or memory_mb < 1 or body_mb < 1 or reload < 0:
         raise NestlingError(f"found longest {longest}, room {room}, memory_mb {memory_mb}, body_mb {body_mb}, reload {reload}; "
                             "expected positive numbers (reload may be 0)")  # fmt: skip
+    if not 0 <= port <= 65535 or not -1 <= grpc_port <= 65535:
+        raise NestlingError(
+            f"found port {port}, grpc_port {grpc_port}; expected at most 65535 (0: any; grpc_port -1: none)"
+        )
     check_extra()
     from nestling.serve.listen import Place
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from nestling.data.image_folder import shown
@@ -23,6 +23,7 @@ from nestling.errors import NestlingError
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow knows more, and runs programs for some of them
 MOST_PIXELS = 2**26  # 67 million, a quarter of a gigabyte: a small file may hold far more
 BILINEAR, AREA = Image.Resampling.BILINEAR, Image.Resampling.BOX
+BITS, PHOTOMETRIC = TiffImagePlugin.BITSPERSAMPLE, TiffImagePlugin.PHOTOMETRIC_INTERPRETATION
 TURNS = {  # EXIF's number for how a camera was held -> what sets the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -83,9 +84,21 @@ def load_rgb(
         with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as file:
             if file.width * file.height > most:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {most:,}; scale it down")
+            check_depth(file)
             return to_rgb(turned(file) if upright else file)
+    except UnidentifiedImageError as error:  # whose words hold an address in memory
+        raise Unreadable(f"it is none of {', '.join(formats)}, or its beginning is spoilt") from error
     except (OSError, SyntaxError, ValueError, OverflowError, Image.DecompressionBombError) as error:
         raise Unreadable(str(error) or type(error).__name__) from error
+
+
+def check_depth(file: Image.Image) -> None:
+    """Of TIFFs with deep pixels Pillow tells neither how many bits are used nor whether black is the largest."""
+    if isinstance(file, TiffImagePlugin.TiffImageFile) and file.mode.startswith("I;16"):
+        bits, turned_round = file.tag_v2.get(BITS, (1,))[0], file.tag_v2.get(PHOTOMETRIC) == 0
+        if bits != 16 or turned_round:
+            found = "whose white is zero" if turned_round else f"of {bits} bits"
+            raise ValueError(f"it is a TIFF {found}; expected 8 or 16 bits with black as zero, save it so")
 
 
 def turned(file: Image.Image) -> Image.Image:
@@ -102,6 +115,8 @@ def turned(file: Image.Image) -> Image.Image:
 def to_rgb(file: Image.Image) -> Image.Image:
     """Three channels of 8 bits. Pillow cuts deeper pixels off at 255, which turns a 16-bit picture white: they are scaled."""
     if file.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
+    if file.mode == "I" and file.format == "PPM":  # Pillow scales these to 16 bits
         return Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
     if file.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits (mode {file.mode}), of which nobody knows what is white; expected 8 or 16")

@@ -96,6 +96,10 @@ def versions(form: str) -> dict[str, str]:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder that is filled beside its place and moved there at the end; on an error nothing is left of it."""
+    if folder.name in ("", ".."):  # it is filled beside its place, under its own name
+        raise NestlingError(
+            f"cannot write an export over {folder}; give it a name of its own, such as {folder / 'export'}"
+        )
     place, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
     if folder.exists() and not folder.is_dir():
         raise NestlingError(f"{folder} is a file, expected a folder to write an export into; choose another name")

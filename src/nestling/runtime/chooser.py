@@ -53,6 +53,11 @@ class Chooser:
                 f"the spec of {self.spec.name} is of {self.spec.stages} networks for images {self.spec.shape}; found "
                 f"{len(self.engines)}, for images {[known.shape for _, known in opened]}"
             )
+        if self.spec.output or any(known.answer != self.spec.answer for _, known in opened):
+            raise NestlingError(
+                f"the spec of {self.spec.name} is of {len(self.spec.classes)} classes; found answers of shapes "
+                f"{[known.answer for _, known in opened]}; a Chooser takes networks that answer with these classes"
+            )
         self.intake, self.clock, self.lock = Intake(self.spec), clock, threading.Lock()
         black = np.zeros((1, *self.spec.shape), np.float32)
         self.times: list[deque[float]] = [deque(maxlen=KEPT_TIMES) for _ in self.engines]
@@ -103,7 +108,7 @@ class Chooser:
         final, refine = number == self.spec.stages, partial(self._refine, image, number)
         elapsed = self.clock() - began
         name = self.spec.classes[label]
-        return Answer(label, name, number, size, elapsed, final, partial(softmax, logits), refine)
+        return Answer(label, name, number, size, elapsed, final, partial(softmax, logits), refine, logits)
 
     def _refine(self, image: Floats, number: int, deadline: float | None) -> Answer:
         """A larger network from nothing; the next if none usually fits: there is an answer already, so that may be late."""

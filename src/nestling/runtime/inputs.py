@@ -18,6 +18,7 @@ from nestling.runtime.engine import Floats
 from nestling.runtime.work import ImageArray
 
 AT_ONCE = 2**17  # values that are normalised in a fraction of a millisecond
+MOST_THREADS = 1024  # more than any machine has cores: a hundred thousand take all memory
 BEYOND_WHITE = 4  # float32 pixels so many times brighter than white were never normalised; noise and filters stay below
 
 
@@ -119,9 +120,9 @@ def short(value: Any) -> str:
 
 
 def check_threads(threads: int) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MOST_THREADS:
         raise NestlingError(
-            f"threads={threads!r}; expected how many threads a stage may use (1 or more), or 0 for all cores"
+            f"threads={threads!r}; expected how many threads a stage may use (1 to {MOST_THREADS:,}), or 0 for all cores"
         )
 
 

@@ -189,6 +189,11 @@ class Infer:
                     f"found {', '.join(ignored)} in the query; beside tensors they stand in the body's parameters",
                 )
             return from_json(body, headers.get(JSON_LENGTH), model)
+        names = ["id", *(each["name"] for each in openapi.QUERY)]
+        if unknown := sorted(set(query) - set(names)):  # a timeout that is misspelt would be none
+            raise Refusal(
+                "wrong", f"found {short(', '.join(unknown))} in the query; expected some of {', '.join(names)}"
+            )
         async with self.reading:
             try:
                 image = await asyncio.to_thread(
@@ -324,6 +329,8 @@ def tensor(found: Mapping[str, Any], raw: memoryview, model: Model) -> tuple[Ten
         found.get("datatype"),
     )
     size = mapping(found.get("parameters", {}), "an input's parameters").get("binary_data_size")
+    if size is not None and "data" in found:
+        raise Refusal("wrong", "found data and a binary_data_size in one input; send the one or the other")
     if size is None:
         return from_values(found.get("data"), datatype, shape), 0
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(raw):

@@ -87,7 +87,7 @@ class Model:
         """A request about images (N,C,H,W), uint8 or normalised float32, by `limit` seconds from when it `began`; not yet
         submitted. Raises NestlingError for what is no such image."""
         began = self.clock() if began is None else began
-        self.intake.check(x, 4)
+        self.intake.check(x, self.intake.sides + 1)
         if not len(x):
             raise NestlingError(f"the batch is empty; give at least one image {self.intake.wanted()}")
         if len(x) > self.stages.scheduler.room:

@@ -87,7 +87,7 @@ class Server:
         self, x: Any, deadline: float | None, confident: Sure, model: str, every: bool = False
     ) -> ServedRequest:
         chosen = self.model(model)
-        chosen.intake.check(x := chosen.runtime._to_numpy(x), 3)
+        chosen.intake.check(x := chosen.runtime._to_numpy(x), chosen.intake.sides)
         try:
             return chosen.ask(x[None], seconds(deadline), confident).submit(every)
         except Closed as error:

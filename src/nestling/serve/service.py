@@ -157,7 +157,7 @@ class Service:
                     "wrong", f"found no {INPUT} and refine={short(token)}; send images, or a token of a reply"
                 )
             else:
-                images = asked.images[None] if asked.images.ndim == 3 else asked.images
+                images = asked.images[None] if asked.images.ndim == len(model.spec.shape) else asked.images
                 request = model.ask(images, limit, confident, self.way, began)
             request.traceparent = asked.traceparent
             return request.submit(every)
@@ -231,7 +231,12 @@ def read_token(file: str) -> str:
     """What clients must send: a file's text, or that of NESTLING_TOKEN; "" = nothing."""
     if not file:
         return os.environ.get("NESTLING_TOKEN", "")
-    found = Path(file).read_text(encoding="utf-8").strip()
+    try:
+        found = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise NestlingError(
+            f"cannot read the token in {file} ({error}); expected a file with the token as text"
+        ) from error
     if not found:
         raise NestlingError(f"{file} is empty; expected the token that clients must send")
     return found

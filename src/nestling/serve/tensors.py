@@ -62,6 +62,12 @@ def from_values(values: Any, datatype: Any, shape: tuple[int, ...]) -> Tensor:
     if found.dtype.kind not in kinds or found.size != prod(shape):
         what = f"{found.size:,} values" if found.dtype.kind in kinds else "data that are not all numbers of that kind"
         raise Refusal("wrong", f"found {what}, expected {prod(shape):,} of {datatype} for the shape {list(shape)}")
+    # Nested in another way, channels last, say, they would be mixed up. Sides of 1 change no order.
+    if found.ndim > 1 and [side for side in found.shape if side > 1] != [side for side in shape if side > 1]:
+        raise Refusal(
+            "wrong",
+            f"found data nested as {list(found.shape)} for the shape {list(shape)}; nest them so, or send them flat",
+        )
     if dtype.kind == "u" and found.size and not (found.min() >= 0 and found.max() <= 255):
         raise Refusal("wrong", "found UINT8 values outside 0 to 255; send normalised pixels as FP32")
     with np.errstate(over="ignore"):  # what is infinite in 32 bits is refused with the other pixels that are no numbers
