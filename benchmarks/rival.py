@@ -3,7 +3,7 @@
     python benchmarks/rival.py                                    # quiet; every contender answers 2,000 questions
     python benchmarks/rival.py --load busy --json results/rival-busy.json
     python benchmarks/rival.py --load bursts --deadlines unknown
-    python benchmarks/rival.py --table docs/runtime.md results/live-*.json
+    python benchmarks/rival.py --table docs/runtime.md results/live-*.json             # in brief; docs/log/runtime.md: every cell
 
 What `nestling profile NAME --live` does (nestling.studies.live), with the deadlines and the number of questions of the figures
 in docs/runtime.md, and with provenance. One process, one thread each, blocks of questions in turn, a pause before each.
@@ -25,9 +25,11 @@ from nestling.runs.provenance import provenance
 from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live, read_trace
 
 BEGIN, END = "<!-- benchmarks/rival.py --table writes from here -->", "<!-- to here -->"
+BRIEF = "<!-- benchmarks/rival.py --table writes in brief from here -->"
 SHOWN = ("nest", "nest, soon", "chooser", "one by one", "always 1", "always 2")
 ORDER = [("quiet", "known"), ("busy", "known"), ("bursts", "known"), ("quiet", "unknown")]
 KEPT = "width-resnet42-kept-cifar10"
+MAIN = ("nest", "chooser", "always 2")
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -38,7 +40,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         f"| network; load, deadlines | contender | late | nothing | strict, own errors | equal errors | own at {ranges} ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for run in sorted(runs, key=lambda run: (run["run"] != KEPT, ORDER.index((run["load"], run["deadlines"])))):
+    for run in in_order(runs):
         own, equal = run["own_errors"], run["equal_errors"]
         names = [name for name in SHOWN if name in own]
         least = min(round(100 * own[name]["strict"], 2) for name in names)
@@ -52,10 +54,47 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def brief(runs: Sequence[dict[str, Any]]) -> str:
+    """A line for each run: own errors of the nest and what a user would do instead, the best in bold; then equal errors."""
+    lines = [
+        "| network; load, deadlines | nest | chooser | always the middle one | one by one | nest late "
+        "| equal errors: nest / chooser | most behind in a range | n |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in in_order(runs):
+        own, equal = run["own_errors"], run["equal_errors"]
+        found = {
+            name: f"{100 * own[name]['strict']:.2f}"
+            for name in ("nest", "chooser", "always 2", "one by one")
+            if name in own
+        }
+        least = min(found.values(), key=float)
+        cells = [
+            f"**{found[name]}**" if found.get(name) == least else found.get(name, "") for name in (*MAIN, "one by one")
+        ]
+        behind = max(
+            ours["strict"] - theirs["strict"]
+            for ours, theirs in zip(equal["nest"]["by_deadline"], equal["chooser"]["by_deadline"], strict=True)
+        )
+        last = (
+            f"{100 * own['nest']['late']:.2f} %",
+            f"{100 * equal['nest']['strict']:.2f} / {100 * equal['chooser']['strict']:.2f}",
+            f"{100 * behind:.2f}",
+            f"{own['nest']['n']:,}",
+        )
+        lines.append(f"| {run['run']}; {run['load']}, {run['deadlines']} | {' | '.join((*cells, *last))} |")
+    return "\n".join(lines)
+
+
+def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(runs, key=lambda run: (run["run"] != KEPT, ORDER.index((run["load"], run["deadlines"]))))
+
+
 def with_table(page: str, runs: Sequence[dict[str, Any]]) -> str:
-    before, _, rest = page.partition(BEGIN)
+    begin, write = (BRIEF, brief) if BRIEF in page else (BEGIN, table)
+    before, _, rest = page.partition(begin)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(runs)}\n\n{END}{after}"
+    return f"{before}{begin}\n\n{write(runs)}\n\n{END}{after}"
 
 
 def main() -> None:
