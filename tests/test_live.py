@@ -138,6 +138,9 @@ def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
     console.print(profile.show(found))
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]  # wherever lines end
     assert f"deadlines {deadlines}" in text and "chooser" in text and "w1, w2, w4" in text
+    narrow = Console(file=io.StringIO(), width=80)
+    narrow.print(profile.show(found))
+    assert "…" not in narrow.file.getvalue(), "no column is cut short in a terminal of 80"  # type: ignore[attr-defined]
 
 
 def test_other_runs_are_the_rivals_that_are_named() -> None:

@@ -82,7 +82,7 @@ def command(
         reload: seconds between two looks whether a folder has changed and must be opened anew; 0 = never.
         log_requests: a line for every request.
         traces: where OpenTelemetry's spans go (OTLP over HTTP), such as http://localhost:4318/v1/traces.
-        page: show the page at / where everybody can try it; not on Ray.
+        page: without the page at / where everybody can try it, which there never is on Ray.
         on: local: this process; ray: replicas on a Ray cluster (RAY_ADDRESS, the one that runs here, or one for the time being)
             behind Ray Serve's proxies. Folders and the token's file must be there on every node; gRPC, which Ray opens at all
             addresses, only where --host is not this machine.
