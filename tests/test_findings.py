@@ -240,6 +240,8 @@ def test_the_readme_says_what_osgd_gains_and_loses() -> None:
     assert [len(each) for each in won.values()] == [5, 5] and len(earlier["sgd"]) == 17
     (low, high), (low_sum, high_sum) = ((means[0], means[-1]) for means in won.values())
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"(SGD by {low:.1f} to {high:.1f} points, the sum by {low_sum:.1f} to {high_sum:.1f})" in readme
+    assert (
+        f"SGD (by {low:.1f} to {high:.1f} points) and SGD on the *sum* (by {low_sum:.1f} to {high_sum:.1f})." in readme
+    )
     assert f"it loses {len(lost['sgd'])} to SGD, by up to {-min(lost['sgd']):.1f}," in readme
     assert f"and {len(lost['sgd-sum'])} to the sum, by up to {-min(lost['sgd-sum']):.1f} (" in readme

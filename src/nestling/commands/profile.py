@@ -1,5 +1,6 @@
 """`nestling profile`: how long each stage of a run takes on this device."""
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ def command(
     if live and (build or teacher):
         raise NestlingError("--live takes networks that nestling builds by name; leave --build and --teacher out")
     if live:
+        print(f"asking {run} and its rivals {questions} questions each, in turn", file=sys.stderr, flush=True)
         return compare(run, against, load, deadlines, questions, trace=read_trace(Path(trace)) if trace else ())
     if against or trace:
         raise NestlingError(f"--{'against' if against else 'trace'} is for --live: add that")
