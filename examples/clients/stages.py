@@ -2,7 +2,8 @@
 
 python stages.py FOLDER SECONDS < pixels     # float32, normalised, in the order C,H,W; prints "stage class" lines
 The pixels of a file, by Pillow, for a shape of [3, 32, 32], with `mean` and `std` of the manifest's network:
-    ((np.asarray(Image.open(FILE).convert("RGB").resize((32, 32)), np.float32) / 255 - mean) / std).transpose(2, 0, 1).tobytes()
+    scaled = (np.asarray(Image.open(FILE).convert("RGB").resize((32, 32))) / 255 - mean) / std
+    pixels = scaled.transpose(2, 0, 1).astype(np.float32).tobytes()
 """
 
 import json
