@@ -180,6 +180,19 @@ def test_help_shows_arguments_by_name_and_what_they_mean(capfd: pytest.CaptureFi
         assert word in out
 
 
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_says_each_argument_in_one_piece_and_no_default_that_is_none(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An argument that must be given has no default; a flag's default would read as the contrary of --no-NAME."""
+    command = importlib.import_module(COMMANDS[name].module).command
+    assert main([name, "--help"]) == 0
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capfd.readouterr().out).split())
+    assert "(default: )" not in shown and "(default: True)" not in shown
+    lines = cli.unwrapped(inspect.getdoc(command) or "").partition("\nArgs:\n")[2].splitlines()
+    assert len(lines) == len(inspect.signature(command).parameters)
+
+
 def test_overview_lists_every_command(capfd: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"]):
         assert main(words) == 0

@@ -20,6 +20,7 @@ def test_the_demo_trains_times_and_reports_and_does_nothing_twice(
     profiles = [load_profile(RunDir(tmp_path / name)) for name in names]
     assert {(each.engine, each.threads, len(each.trace)) for each in profiles} == {("onnxruntime", 1, 3)}
     said = capsys.readouterr().err
+    assert "training on the digits: 0 of 12" in said, "a word before the first is done"
     assert "training on the digits: 12 of 12" in said and "timing every stage: 12 of 12" in said, "there is no terminal"
     page = Path(found["report"]).read_text()
     asked = json.loads((tmp_path / "live.json").read_text())

@@ -219,3 +219,29 @@ def test_what_the_three_ways_cost_is_the_last_test_of_every_seed(tmp_path: Path)
     (tmp_path / FILE).write_text(json.dumps(stored))
     changed = {cells[0].text: cells[2].text for cells in own_table(str(tmp_path)).rows}
     assert changed[damped[0]].split(" / ")[1].startswith(f"{at['100'] + 1:.2f} ±")
+
+
+def test_the_readme_says_what_osgd_gains_and_loses() -> None:
+    """Its figures are those of the page, which are those in results/."""
+    rows = read_results(str(ROOT / "results"))
+    last: dict[str, list[float]] = {}
+    earlier: dict[str, list[float]] = {}
+    for rival in ("sgd", "sgd-sum"):
+        for network in CIFAR10:
+            found = [
+                gain(rows, network, "osgd", rival, stage) for stage in range(1, plan(NetworkRecipe(network)).stages + 1)
+            ]
+            means = [each.mean for each in found if each is not None]
+            assert len(means) == len(found)
+            last.setdefault(rival, []).append(means[-1])
+            earlier.setdefault(rival, []).extend(means[:-1])
+    won = {rival: sorted(mean for mean in means if mean > 0) for rival, means in last.items()}
+    lost = {rival: [mean for mean in means if mean < 0] for rival, means in earlier.items()}
+    assert [len(each) for each in won.values()] == [5, 5] and len(earlier["sgd"]) == 17
+    (low, high), (low_sum, high_sum) = ((means[0], means[-1]) for means in won.values())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"SGD (by {low:.1f} to {high:.1f} points) and SGD on the *sum* (by {low_sum:.1f} to {high_sum:.1f})." in readme
+    )
+    assert f"it loses {len(lost['sgd'])} to SGD, by up to {-min(lost['sgd']):.1f}," in readme
+    assert f"and {len(lost['sgd-sum'])} to the sum, by up to {-min(lost['sgd-sum']):.1f} (" in readme

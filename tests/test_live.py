@@ -141,8 +141,9 @@ def test_an_answer_that_comes_late_or_not_at_all_is_worth_nothing() -> None:
 
 
 @pytest.mark.parametrize("deadlines", ["known", "unknown"])
-def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
+def test_the_command_shows_both_sides_live(deadlines: Any, capfd: pytest.CaptureFixture[str]) -> None:
     found = profile.command("width-resnet42-cifar10", live=True, load="busy", deadlines=deadlines, questions=3)
+    assert "3 questions each" in capfd.readouterr().err
     names = ["nest", "chooser", "always 1", "always 2", "always 3", "bare timer"]
     assert sorted(found["own_errors"]) == sorted([*names, "nest, soon" if deadlines == "known" else "one by one"])
     assert found["rival_errors"] == [0.0899, 0.0625, 0.0499] and found["errors"] == [0.0794, 0.0662, 0.0596]
@@ -152,6 +153,9 @@ def test_the_command_shows_both_sides_live(deadlines: Any) -> None:
     console.print(profile.show(found))
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]  # wherever lines end
     assert f"deadlines {deadlines}" in text and "chooser" in text and "w1, w2, w4" in text
+    narrow = Console(file=io.StringIO(), width=80)
+    narrow.print(profile.show(found))
+    assert "…" not in narrow.file.getvalue(), "no column is cut short in a terminal of 80"  # type: ignore[attr-defined]
 
 
 def test_other_runs_are_the_rivals_that_are_named() -> None:

@@ -355,6 +355,11 @@ def test_pictures_are_bodies_too(running: Running, form: str) -> None:
     assert status == 400 and "uint8" in said["error"], "this network does not say how to normalise pictures"
     status, said, _ = running.post(f"/v2/models/{NAME}/infer", b"no picture", kind)
     assert status == 400 and "cannot be read as a picture" in said["error"]
+    status, said, _ = running.post(f"/v2/models/{NAME}/infer", b"", kind)
+    assert status == 400 and "it is empty" in said["error"]
+    forms = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl says, unless it is told
+    status, said, _ = running.post(f"/v2/models/{NAME}/infer", file.getvalue(), forms)
+    assert status == 400 and "expected image/jpeg or image/png" in said["error"]
 
 
 def test_the_first_picture_need_not_wait_for_pillow() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -151,15 +152,25 @@ def later(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in signature.parameters.items():
-        required = parameter.default is inspect.Parameter.empty
+        required, many = parameter.default is inspect.Parameter.empty, get_origin(hints[name]) is tuple
         if required or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            shown = name.upper() + ("..." if get_origin(hints[name]) is tuple else "")
-            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=shown if required else f"[{shown}]")]
+            shown = name.upper() + ("..." if many else "")
+            hint = "(one or more)" if required and many else None  # tyro would show an empty default
+            arg = tyro.conf.arg(metavar=shown if required else f"[{shown}]", help_behavior_hint=hint)
+            hints[name] = Annotated[hints[name], arg]
+        elif hints[name] is bool:  # its name says what it does; its default would be the opposite of --no-NAME
+            hints[name] = Annotated[hints[name], tyro.conf.arg(help_behavior_hint="")]
     parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
     bind.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     bind.__annotations__ = hints
-    bind.__name__, bind.__doc__ = function.__name__, function.__doc__
+    bind.__name__, bind.__doc__ = function.__name__, unwrapped(inspect.getdoc(function) or "")
     return bind
+
+
+def unwrapped(text: str) -> str:
+    """Each argument on one line: where one goes on with anything but a letter, tyro would begin a new line."""
+    head, mark, arguments = text.partition("\nArgs:\n")
+    return head + mark + re.sub(r"\n {5,}", " ", arguments)
 
 
 def helptext(function: Callable[..., Any]) -> str:

@@ -100,7 +100,7 @@ def command(
 
 
 class Bars(Progress):
-    """A bar for each step of the work; where there is no terminal, a line for each piece of it that is done."""
+    """A bar for each step of the work; where there is no terminal, a line as it begins and for each piece of it that is done."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -109,6 +109,8 @@ class Bars(Progress):
 
     def through(self, what: str, pieces: Iterable[T], count: int) -> Iterator[T]:
         bar = self.add_task(what, total=count)
+        if self.disable:
+            self.console.print(f"{what}: 0 of {count}")
         for number, piece in enumerate(pieces, 1):
             yield piece
             self.advance(bar)

@@ -1,9 +1,11 @@
 """`nestling profile`: how long each stage of a run takes on this device."""
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
@@ -53,6 +55,7 @@ def command(
     if live and (build or teacher):
         raise NestlingError("--live takes networks that nestling builds by name; leave --build and --teacher out")
     if live:
+        print(f"asking {run} and its rivals {questions} questions each, in turn", file=sys.stderr, flush=True)
         return compare(run, against, load, deadlines, questions, trace=read_trace(Path(trace)) if trace else ())
     if against or trace:
         raise NestlingError(f"--{'against' if against else 'trace'} is for --live: add that")
@@ -82,18 +85,21 @@ def contenders(result: dict[str, Any], rows: dict[str, dict[str, Any]], errors: 
     """Late, unanswered and strict error of each contender, and by range of deadline: strict error, and who answered."""
     title = f"{result['run']}, live, {result['load']}, deadlines {result['deadlines']}, {errors}"
     ranges = next(iter(rows.values()))["by_deadline"]
-    heads = [f"{part['from_ms']:.3g}-{part['to_ms']:.3g} ms" for part in ranges]
-    table = Table("", "late", "nothing", "strict error", *heads, title=title)
+    heads = [f"{part['from_ms']:.3g}-\n{part['to_ms']:.3g} ms" for part in ranges]
+    table = Table(
+        *("", "late\n%", "nothing\n%", "strict\nerror %", *heads),
+        title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False,
+    )  # fmt: skip
     for name, row in rows.items():
-        cells = [f"{100 * row[key]:.1f} %" for key in ("late", "nothing")] + [f"{100 * row['strict']:.2f} %"]
+        cells = [f"{100 * row[key]:.1f}" for key in ("late", "nothing")] + [f"{100 * row['strict']:.2f}"]
         parts = (
-            f"{100 * part['strict']:.1f} ({' '.join(f'{100 * s:.0f}' for s in part['stages'])})"
+            f"{100 * part['strict']:.1f}\n{' '.join(f'{100 * s:.0f}' for s in part['stages'])}"
             for part in row["by_deadline"]
         )
         table.add_row(name, *cells, *parts)
     n = next(iter(rows.values()))["n"]
     table.caption = (
-        f"{n} questions each; late: by more than 0.5 ms. By range of deadline: strict error in %, in brackets the share of no "
+        f"{n} questions each; late: by more than 0.5 ms. By range of deadline: strict error in %, below it the share of no "
         f"answer and of {', '.join(result['sizes'])}, in %"
     )
     return table

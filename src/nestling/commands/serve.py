@@ -82,7 +82,7 @@ def command(
         reload: seconds between two looks whether a folder has changed and must be opened anew; 0 = never.
         log_requests: a line for every request.
         traces: where OpenTelemetry's spans go (OTLP over HTTP), such as http://localhost:4318/v1/traces.
-        page: show the page at / where everybody can try it; not on Ray.
+        page: without the page at / where everybody can try it, which there never is on Ray.
         on: local: this process; ray: replicas on a Ray cluster (RAY_ADDRESS, the one that runs here, or one for the time being)
             behind Ray Serve's proxies. Folders and the token's file must be there on every node; gRPC, which Ray opens at all
             addresses, only where --host is not this machine.
@@ -131,20 +131,21 @@ def serve_here(
 
     device, threads, room, memory_mb, body_mb, longest, token_file, log_requests, traces = limits
     sources, token = split(networks), read_token(token_file)
-    with (
-        Journal(sys.stderr) as journal,
-        LastResort(longest + PATIENCE, journal.say) as last,
-        Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server,
-    ):
-        log, spans = journal.say if log_requests else None, exported(traces) if traces else None
-        service = Service(server, None, log, token, longest, body_mb * 2**20, spans)
-        try:
-            listen(service, place, page, reload, began, journal.say, last.begin)
-        finally:
-            if spans is not None:
-                spans.close()
-        seconds = time.monotonic() - began
-        return {"networks": list(sources), "seconds": seconds, "answered": service.metrics.count()}
+    with Journal(sys.stderr) as journal:
+        journal.say({"event": "opening", "networks": list(sources)})  # which takes seconds
+        with (
+            LastResort(longest + PATIENCE, journal.say) as last,
+            Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server,
+        ):
+            log, spans = journal.say if log_requests else None, exported(traces) if traces else None
+            service = Service(server, None, log, token, longest, body_mb * 2**20, spans)
+            try:
+                listen(service, place, page, reload, began, journal.say, last.begin)
+            finally:
+                if spans is not None:
+                    spans.close()
+            seconds = time.monotonic() - began
+            return {"networks": list(sources), "seconds": seconds, "answered": service.metrics.count()}
 
 
 def listen(

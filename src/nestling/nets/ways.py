@@ -83,7 +83,7 @@ def own_net(recipe: NetworkRecipe, shape: tuple[int, ...] | None) -> "NestedNet"
         raise NestlingError(f"{recipe.name} gives a {type(made).__name__}; expected a torch module or a nested network")
     if not recipe.way:
         raise NestlingError(
-            f"{recipe.name} gives a plain module; say how it becomes anytime, such as --way 'exits(at=(0.25, 0.5))' or "
-            f"--way 'nest(\"w,w\")', or let it return a nested network"
+            f"{recipe.name.removeprefix(':')} gives a plain module; let it return the nested network, or, where it is trained, "
+            "say how it becomes anytime, such as --way 'exits(at=(0.25, 0.5))' or --way 'nest(\"w,w\")'"
         )
     return made_anytime(made, recipe.way, shape)

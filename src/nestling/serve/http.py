@@ -39,6 +39,7 @@ DEADLINE = "nestling-deadline-ms"
 JSON_LENGTH = "inference-header-content-length"  # of the JSON before the binary tensors
 BODY_SECONDS = 10.0  # in which a request's body must be here
 PICTURES = {"image/jpeg": "JPEG", "image/png": "PNG"}
+OPENINGS = (b"\xff\xd8\xff", b"\x89PNG")  # of these files; no JSON begins so
 MOST_PIXELS = 2**24  # of a picture: small files may hold very many
 AT_A_TIME = 2  # pictures that are read at a time, each in a thread
 EVENTS = "text/event-stream"
@@ -188,6 +189,10 @@ class Infer:
                     "wrong",
                     f"found {', '.join(ignored)} in the query; beside tensors they stand in the body's parameters",
                 )
+            if body.startswith(OPENINGS):
+                raise Refusal(
+                    "wrong", f"found a picture and Content-Type {short(kind)!r}; expected {' or '.join(PICTURES)}"
+                )
             return from_json(body, headers.get(JSON_LENGTH), model)
         names = ["id", *(each["name"] for each in openapi.QUERY)]
         if unknown := sorted(set(query) - set(names)):  # a timeout that is misspelt would be none
@@ -200,7 +205,8 @@ class Infer:
                     fitted, body, model.spec.shape, MOST_PIXELS, model.spec.part, tuple(PICTURES.values())
                 )
             except Unreadable as error:
-                raise Refusal("wrong", f"the body cannot be read as a picture ({error})") from error
+                why = error if body else "it is empty; curl sends a file by --data-binary @FILE"
+                raise Refusal("wrong", f"the body cannot be read as a picture ({why})") from error
             except NestlingError as error:
                 raise Refusal("unknown form", str(error)) from error
         known = {"true": True, "false": False}
