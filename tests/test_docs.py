@@ -48,6 +48,10 @@ image = np.zeros((3, 32, 32), dtype=np.uint8)
     "runtime.md": """
 import numpy as np, nestling
 image = np.zeros((3, 32, 32), dtype=np.uint8)
+""",
+    "export.md": """
+import numpy as np
+image = np.zeros((3, 32, 32), dtype=np.uint8)
 from pathlib import Path
 import subprocess, sys
 Path("runs/cifar10-width").mkdir(parents=True)

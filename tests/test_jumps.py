@@ -189,7 +189,9 @@ def test_a_jump_that_cannot_be_done_leaves_no_answer_and_is_not_tried_again() ->
     with jumping([0.01, 0.01, 0.01], [0.01, 0.02, 0.03]) as (runtime, engine):
         engine.straight = [0.01, 1.0, 1.0]  # not what was said
         first = runtime.answer(image(), deadline=0.2)
-        assert first.stage == 0 and first.elapsed < 0.2 + 4 * 0.03 + 0.25  # four times what it usually takes where it is crowded
+        assert (
+            first.stage == 0 and first.elapsed < 0.2 + 4 * 0.03 + 0.25
+        )  # four times what it usually takes where it is crowded
         for _ in range(3):
             last = runtime.answer(image(), deadline=0.2)
         assert last.stage == 3 and engine.begun[-3:] == [1, 2, 3]
