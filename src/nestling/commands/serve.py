@@ -131,21 +131,20 @@ def serve_here(
 
     device, threads, room, memory_mb, body_mb, longest, token_file, log_requests, traces = limits
     sources, token = split(networks), read_token(token_file)
-    with Journal(sys.stderr) as journal:
-        journal.say({"event": "opening", "networks": list(sources)})  # which takes seconds
-        with (
-            LastResort(longest + PATIENCE, journal.say) as last,
-            Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server,
-        ):
-            log, spans = journal.say if log_requests else None, exported(traces) if traces else None
-            service = Service(server, None, log, token, longest, body_mb * 2**20, spans)
-            try:
-                listen(service, place, page, reload, began, journal.say, last.begin)
-            finally:
-                if spans is not None:
-                    spans.close()
-            seconds = time.monotonic() - began
-            return {"networks": list(sources), "seconds": seconds, "answered": service.metrics.count()}
+    with (
+        Journal(sys.stderr) as journal,
+        LastResort(longest + PATIENCE, journal.say) as last,
+        Server(named=sources, device=device, threads=threads, room=room, memory=memory_mb * 2**20) as server,
+    ):
+        log, spans = journal.say if log_requests else None, exported(traces) if traces else None
+        service = Service(server, None, log, token, longest, body_mb * 2**20, spans)
+        try:
+            listen(service, place, page, reload, began, journal.say, last.begin)
+        finally:
+            if spans is not None:
+                spans.close()
+        seconds = time.monotonic() - began
+        return {"networks": list(sources), "seconds": seconds, "answered": service.metrics.count()}
 
 
 def listen(
