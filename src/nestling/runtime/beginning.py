@@ -61,9 +61,9 @@ class Beginnings:
 
     def going(self, stage: int, left: float, late: float) -> float:
         """The error to expect of who goes on from a stage: stopped in time, it is that stage's."""
-        if (
-            stage == self.stages or left <= 0 or self.pace.quantile(stage + 1, USUAL) > left
-        ):  # what is not begun (here.py)
+        if stage == self.stages or left <= 0:
+            return self.errors[stage]
+        if self.pace.quantile(stage + 1, USUAL) > left:  # then it is not begun (here.py)
             return self.errors[stage]
         stopped, interrupted = self.pace.overruns(stage + 1, left)
         done = 1 - stopped - interrupted

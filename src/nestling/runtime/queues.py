@@ -2,7 +2,7 @@
 
 In: works, and how many images may keep their state. Out: the next work in turn. A first answer is worth more than a better one,
 so states of works that have one give way to images that have none and a deadline. Runs nothing; used under the worker's lock,
-but for `somebody` and `anything`, which may be read at any moment.
+but for `somebody`, `anything` and `crowd`, which may be read at any moment.
 """
 
 import heapq

@@ -23,10 +23,7 @@ class Threads:
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
-        self.bell, self.more = (
-            Bell(),
-            Bell(),
-        )  # something to do for the first, and for the others; rung without the lock
+        self.bell, self.more = Bell(), Bell()  # something to do for the first of us, and for the others
         self.freed, self.wants = Bell(), 0  # a lane; how many of us wait for that
         self.mine: dict[int, Work] = {}  # what each of us runs
         self.all: list[threading.Thread] = []
@@ -111,6 +108,7 @@ class Threads:
         return not worker.closing
 
     def run(self, lane: Lane, work: Work) -> None:
+        """The next stages of a work, and back into the queues with it if it is not done."""
         worker = self.worker
         while worker.advance(lane, work, self.stage_in_turn(work)) and self.alone(work):
             pass
