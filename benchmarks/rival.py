@@ -26,7 +26,7 @@ from nestling.studies.live import DEADLINES, INDEPENDENT_ERRORS, LOADS, live, re
 
 BEGIN, END = "<!-- benchmarks/rival.py --table writes from here -->", "<!-- to here -->"
 BRIEF = "<!-- benchmarks/rival.py --table writes in brief from here -->"
-SHOWN = ("nest", "nest, soon", "chooser", "one by one", "always 1", "always 2")
+SHOWN = ("nest", "nest, soon", "nest, loop", "chooser", "one by one", "always 1", "always 2")
 ORDER = [("quiet", "known"), ("busy", "known"), ("bursts", "known"), ("quiet", "unknown")]
 KEPT = "width-resnet42-kept-cifar10"
 MAIN = ("nest", "chooser", "always 2")

@@ -228,7 +228,7 @@ def interrupted_pace(crowded: bool = True) -> Pace:
     pace = Pace([1.0, 1.5, 2.5], jumps=[2.0, 4.0])
     pace.crowded = crowded
     for _ in range(6):
-        pace.observe(3, 4.0 + 4.0, straight=True, wait=(4.0, 1))
+        pace.observe(3, 4.0 + 4.0, straight=True, wait=4.0)
         for stage, latency in ((1, 1.0), (2, 2.0), (3, 4.0)):
             pace.observe(stage, latency, straight=True)
     return pace
@@ -276,7 +276,7 @@ def test_programs_take_turns_so_that_a_short_stage_is_interrupted_once() -> None
     own, interrupted = pace.overruns(3, 8.1, straight=True)
     assert own == 0.0 and interrupted == 0.0
     for _ in range(64):
-        pace.observe(3, 5.0, straight=True, wait=(1.0, 1))
+        pace.observe(3, 5.0, straight=True, wait=1.0)
     assert 0 < pace.overruns(3, 5.5, straight=True)[1] < 1  # now it is interrupted again after 1
 
 
@@ -311,10 +311,10 @@ def test_a_few_interruptions_more_are_no_reason_to_begin_with_less() -> None:
     for number in range(64):
         pace.observe(1, 1.0)
         caught = number == 40
-        pace.observe(2, 2.0 + 4.0 * caught, straight=True, wait=(4.0, 1) if caught else (0.0, 0))
+        pace.observe(2, 2.0 + 4.0 * caught, straight=True, wait=4.0 * caught)
     assert beginnings.best(4.0) == 2
     for _ in range(64):  # often enough to be none
-        pace.observe(2, 6.0, straight=True, wait=(4.0, 1))
+        pace.observe(2, 6.0, straight=True, wait=4.0)
     assert beginnings.best(4.0) == 1
 
 
@@ -378,7 +378,7 @@ def test_a_long_stage_that_is_mostly_interrupted_is_not_begun_though_short_ones_
         pace.observe(2, 2.0, straight=True)
         if number % 10 == 0:
             caught = number % 20 == 0
-            pace.observe(3, 4.0 + 4.0 * caught, straight=True, wait=(4.0, 1) if caught else (0.0, 0))
+            pace.observe(3, 4.0 + 4.0 * caught, straight=True, wait=4.0 * caught)
     assert pace.waits[True].rate * 4.0 < 0.2  # as if one in six were
     assert 0.3 < pace.overruns(3, 7.0, straight=True)[1] < 0.5 and beginnings.best(7.0) == 2
     pace.crowded = False

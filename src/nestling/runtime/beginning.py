@@ -19,8 +19,11 @@ A_LITTLE = 0.3e-3  # seconds after the deadline by which an answer
 SLIGHTLY = 0.03  # loses so much of its worth; how often that may happen is the promise's business
 
 
+REMEMBERED = 32  # questions for which it is remembered between which times a stage was the best
+
+
 class Beginnings:
-    """Looks ahead, by the last runs. Used by one thread at a time."""
+    """Looks ahead, by the last runs. Any thread may ask."""
 
     def __init__(self, pace: Pace, errors: Sequence[float] = (), nothing: float = 1.0) -> None:
         """`nothing` is the error where no stage has answered."""
@@ -28,22 +31,37 @@ class Beginnings:
         guess = [BEST_GUESS * nothing * NEXT**place for place in range(self.stages)]
         self.errors = [nothing, *(errors or guess)]
         self.last_is_best = self.errors[-1] == min(self.errors)
+        self.known: dict[
+            int, tuple[float, float]
+        ] = {}  # the least and the most time for which a stage was the best lately
+        self.of: tuple[bool, float] = (False, 1.0)  # on a machine that is crowded or not, and at which price
+        self.asked = 0
 
     def first(self, left: float, price: float = 1.0) -> int:
         """The stage to begin with when there are so many seconds left; what is passed over is tried again some day."""
-        best = self.best(left, price)
+        now, self.asked = (self.pace.crowded, price), self.asked + 1
+        if self.of != now or self.asked % REMEMBERED == 0:
+            self.of, self.known = now, {}
+        for stage, (least, most) in self.known.items():
+            if least <= left <= most:
+                best = stage
+                break
+        else:  # looking ahead takes longer than all else that asking takes
+            best = self.best(left, price)
+            least, most = self.known.get(best, (left, left))
+            self.known = {**self.known, best: (min(least, left), max(most, left))}
         if best < self.stages and self.pace.predict(best + 1, straight=True) <= left:
             self.pace.skip(best + 1, straight=True)
         return best
 
     def best(self, left: float, price: float = 1.0) -> int:
         """The same, without being heard of; 1 if none can be in time. `price`: how many times worse late is than nothing."""
-        late = price * self.errors[0]
-        if self.last_is_best and sum(self.pace.overruns(self.stages, left, straight=True)) == 0:
+        late, last = price * self.errors[0], self.pace.overruns(self.stages, left, straight=True)
+        if self.last_is_best and last == (0.0, 0.0):
             return self.stages  # the usual case where there is time
         best, least = 1, late - EQUAL
         for stage in range(1, self.stages + 1):
-            slow, lost = self.pace.overruns(stage, left, straight=True)
+            slow, lost = last if stage == self.stages else self.pace.overruns(stage, left, straight=True)
             if slow + lost < MOSTLY:
                 if slow:
                     much = self.pace.overruns(stage, left + A_LITTLE, straight=True)[0]

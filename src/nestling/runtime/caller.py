@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import chain
 from math import inf, nan
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from nestling.runtime.inputs import Intake, deadlines, seconds, short
 from nestling.runtime.pace import ENDED, NOTICED, Pace
 from nestling.runtime.promise import LATE, Promise, check_late, wakeups
 from nestling.runtime.question import Question, Waiting
-from nestling.runtime.work import ImageArray, ImageWork, News, Trail, Work
+from nestling.runtime.work import Collected, ImageArray, ImageWork, News, Trail, Work
 from nestling.runtime.worker import Worker
 
 Limit = float | Sequence[float | None] | None  # seconds for all images, or one for each; None = no deadline
@@ -142,12 +143,36 @@ class Anytime:
 
         With a deadline it ends then, and what it yielded last is the answer; if that was nothing, not even stage 1 was done.
         """
-        waiting = self._ask(self.intake.one(self._to_numpy(x)), True, seconds(deadline), confident, every=True)
+        began = self.clock()
+        self._check_open()
+        limit = seconds(deadline)
+        self._warn_of_seconds(limit, 3)
+        image, promise = ImageWork(inf, self._check_thresholds(confident)), self._promise(LATE)
+        work: Work | None = Work([image], self.intake.one(self._to_numpy(x)))
+        image.trail = Trail(began, self.pace.slowdown)
+        image.deadline, due = done_by(began, limit), began + promise.timer.before(limit)
+        seen, stage = Collected(), 0
+        image.listeners = ((seen, True),)
         try:
-            for [answer] in waiting.stages():
+            while work is not None and self.worker.run_here(image, work, promise, due, one=True):
+                answer = self._form(image, began)
+                if answer.stage == stage:
+                    return
+                stage = answer.stage
                 yield answer
+                if answer.final or self.clock() >= image.deadline:
+                    return
+                work = self.worker.resume(image, image.deadline)
+            # others want the engine, too: a thread of ours goes on with it
+            waiting = Waiting(self.worker, self._form, [image], [due], began, promise, every=True)
+            for news in chain(seen, iter(partial(waiting.next_news, due), None)):
+                if news.stage > stage:
+                    stage = news.stage
+                    yield self._form(image, began, news)
+                if news.final:
+                    return
         finally:
-            waiting.cancel()
+            self.worker.cancel([image])
 
     def ask(self, x: Any, *, deadline: float | None = None, confident: Sure = None) -> Question:
         """Ask now, and look later: `question.best()` at any moment, `question.stop()`, or `question.result()`, which waits."""
@@ -197,9 +222,9 @@ class Anytime:
 
     def _answer(self, image: ImageWork, work: Work | None, began: float, limit: float, promise: Promise) -> Answer:
         """Run an image's next stages in this thread, or wait for those who do."""
-        end, due = began + limit, began + promise.timer.before(limit) if limit < inf else inf
+        end, due = began + limit, began + promise.timer.before(limit)
         if work is not None:
-            image.deadline = end - min(HANDING, limit / 5) if limit < inf else inf
+            image.deadline = done_by(began, limit)
             if self.worker.run_here(image, work, promise, due):
                 answer = self._form(image, began)
                 if 0 < limit < inf:
@@ -358,3 +383,8 @@ class Anytime:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def done_by(began: float, limit: float) -> float:
+    """When stages must be done, so that their answer is in the caller's hands by its deadline."""
+    return began + limit - min(HANDING, limit / 5)

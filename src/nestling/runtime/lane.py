@@ -8,7 +8,6 @@ from collections.abc import Callable
 from math import inf
 
 from nestling.runtime.guard import Guard
-from nestling.runtime.pace import CALM
 from nestling.runtime.work import Work
 
 
@@ -22,7 +21,7 @@ class Lane:
         self.here = 0  # the thread that has it, if any
         self.running: Work | None = None
         self.busy_until = -inf  # when what runs should be done, unless it is somebody's first stage
-        self.wait = CALM  # for a processor, of the stage that was run last
+        self.wait = 0.0  # seconds for a processor, of the stage that was run last
         self.guard = Guard(clock)
         self.closes = False  # whether the engine is closed by whoever leaves
 

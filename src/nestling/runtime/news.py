@@ -3,10 +3,8 @@
 In: images and the logits of the stage they have in common now. Out: nothing; images are written to and listeners are told.
 """
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
+from math import isfinite
 
 from nestling.runtime.answer import softmax
 from nestling.runtime.engine import Floats
@@ -16,34 +14,24 @@ from nestling.runtime.work import ImageWork, News
 
 def publish(images: Sequence[ImageWork], stage: int, last: bool, logits: Floats, now: float, recent: Recent) -> None:
     """What a stage answered, to everybody who has not more already; a question that is over is remembered."""
-    numbers = [finite(row) for row in logits]
-    sure = None
-    if not last and any(image.thresholds for image in images):
-        sure = softmax(np.where(np.array(numbers)[:, None], logits, 0)).max(axis=1)
-    for index, image in enumerate(images):
+    for image, row in zip(images, logits, strict=True):
         if image.final or stage <= image.best[0]:
             continue  # an earlier stage again, after its state had to go
-        if not numbers[index]:
+        if not isfinite(row.item(row.argmax())):  # NaN and infinity are where argmax looks first
             image.fail(ArithmeticError("its logits are not numbers (NaN or infinite); check the weights and the image"))
             continue
-        image.best = (stage, logits[index])
-        image.deadline = min(image.deadline, image.due)
-        if last or (sure is not None and image.thresholds and sure[index] >= image.thresholds[stage - 1]):
+        image.best = (stage, row)
+        if image.due < image.deadline:
+            image.deadline = image.due
+        if last or (image.thresholds and softmax(row).max() >= image.thresholds[stage - 1]):
             image.final, image.work = True, None
         if image.trail is not None:
             done = image.trail.done
-            done.extend(
-                [now - image.trail.began] * (stage - len(done))
-            )  # who has stage s does not wait for those before
+            done += [now - image.trail.began] * (stage - len(done))  # who has stage s does not wait for those before
             if image.final:
                 remember(image, now, recent)
         if image.listeners:  # last: who is told finds everything written down
-            image.tell(News(image, stage, logits[index], image.final, now))
-
-
-def finite(row: Floats) -> bool:
-    """Whether the largest number of an answer is one: NaN and infinity are where argmax looks first."""
-    return math.isfinite(row.item(int(row.argmax())))
+            image.tell(News(image, stage, row, image.final, now))
 
 
 def remember(image: ImageWork, now: float, recent: Recent) -> None:

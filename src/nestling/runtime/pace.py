@@ -9,6 +9,7 @@ takes as long whatever is interrupted, and comes the oftener the longer one work
 
 import math
 import threading
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ LIMIT = 4.0  # one observation counts as at most so many times slower or faster 
 KEPT = 256  # runs of each stage that quantiles are taken from: one in a hundred decides between stages that differ by a point
 CAUGHT = 512  # by which it is known how often it is interrupted
 RUNS = 512  # of all stages together, by which interruptions are known: they are rare
-TIMES = 3  # that one stage is interrupted, at most
+TIMES = 3  # that one stage is interrupted, at most, as far as is reckoned
 LENGTHS = 4  # quantiles that stand for how long they are
 NOTICED = 0.2e-3  # seconds; who waits less has not been interrupted
 BEFORE = 8  # runs that went as predicted, as it were, before the first
@@ -31,8 +32,6 @@ MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes 
 FORGET = 2  # times that a stage was not begun after which one more run counts as having gone as predicted,
 FORGET_CAUGHT = 16  # and as not interrupted
 GUESS = 1.0  # interruptions that the guess from all stages counts for, where a stage's own runs tell how often it is interrupted
-Wait = tuple[float, int]  # seconds that a thread waited for a processor, and how many times
-CALM: Wait = (0.0, 0)
 
 
 class Pace:
@@ -46,6 +45,7 @@ class Pace:
         self.crowded = False  # whether others wanted the processor when the question came that is answered now
         self.waits = {False: Waits(), True: Waits()}
         self.ends = {crowded: deque([ENDING], maxlen=ENDS) for crowded in (False, True)}
+        self.endings = dict.fromkeys((False, True), ENDING)  # what most of them took
         self.slowdown = 1.0  # as profiled; 2.0 = everything takes twice as long
         self._log = self._log_drag = 0.0
 
@@ -62,21 +62,21 @@ class Pace:
         """How much longer stages take than the fastest ones seen here; 1.0 on a machine that does nothing else."""
         return math.exp(self._log_drag)
 
-    def observe(self, stage: int, latency: float, images: int = 1, straight: bool = False, wait: Wait = CALM) -> None:
+    def observe(self, stage: int, latency: float, images: int = 1, straight: bool = False, wait: float = 0.0) -> None:
         """A stage took this long on so many images, of which it waited for a processor. Batches only tell what a further image
         adds."""
-        latency -= wait[0]
+        latency -= wait
         if latency <= 0:
             return
-        if images == 1:
-            self.waits[self.crowded].add(latency, *wait)
-        timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
+        timing = self.timing(stage, straight)
+        predicted = timing.base * self.slowdown
         if images != 1:
             added = max(0.0, latency - predicted) / (images - 1)
             timing.more = added if math.isnan(timing.more) else timing.more + GAIN * (added - timing.more)
             return
+        self.waits[self.crowded].add(latency, wait)
         timing.recent.add(latency / (predicted or latency))
-        timing.caught[self.crowded].add(wait[0] > NOTICED)
+        timing.caught[self.crowded].add(wait > NOTICED)
         timing.fastest = min(timing.fastest, latency)
         drag = math.log(latency / timing.fastest) - self._log_drag
         self._log_drag += GAIN * min(math.log(LIMIT), drag)
@@ -87,13 +87,12 @@ class Pace:
         self._log += GAIN * max(-math.log(LIMIT), min(math.log(LIMIT), ratio))
         self.slowdown = math.exp(self._log)
 
-    def gave_up(self, stage: int, after: float, straight: bool = False, wait: Wait = CALM) -> None:
+    def gave_up(self, stage: int, after: float, straight: bool = False, wait: float = 0.0) -> None:
         """A stage on one image was told to end after so long. It counts as what those took that were not done by then either."""
-        worked = after - wait[0]
-        self.waits[self.crowded].add(worked, *wait)
-        timing, predicted = self.timing(stage, straight), self.predict(stage, straight=straight)
-        recent = timing.recent
-        timing.caught[self.crowded].add(wait[0] > NOTICED)
+        worked, timing = after - wait, self.timing(stage, straight)
+        recent, predicted = timing.recent, timing.base * self.slowdown
+        self.waits[self.crowded].add(worked, wait)
+        timing.caught[self.crowded].add(wait > NOTICED)
         if predicted:
             recent.add(recent.beyond(worked / predicted) or LONGER * worked / predicted)
 
@@ -103,12 +102,12 @@ class Pace:
         for crowded, seen in self.ends.items():
             if crowded == self.crowded or len(seen) <= ENDED:  # until more is known of the other
                 seen.append(after)
+                self.endings[crowded] = sorted(seen)[int(MOST * len(seen))]
 
     @property
     def ending(self) -> float:
         """Seconds in which most stages that are told to end have ended, and the caller has what there is."""
-        order = sorted(self.ends[self.crowded])
-        return order[int(MOST * len(order))]
+        return self.endings[self.crowded]
 
     def skip(self, stage: int, straight: bool = False) -> None:
         """A stage was not begun, because it would hardly have been in time. Nobody learns then that it has become faster: so
@@ -128,34 +127,34 @@ class Pace:
 
     def quantile(self, stage: int, share: float, straight: bool = False) -> float:
         """The time in which this share of runs of a stage on one image is done, by the last of them; NaN if nothing is known."""
-        return self.predict(stage, straight=straight) * self.timing(stage, straight).recent.quantile(share)
+        timing = (self.jumps if straight else self.steps)[stage - 1]
+        return timing.base * self.slowdown * timing.recent.quantile(share)
 
     def overruns(self, stage: int, left: float, straight: bool = False) -> tuple[float, float]:
         """The chances that a stage on one image is not done in time: by its own work, and because it is interrupted."""
-        timing, waits, predicted = (
-            self.timing(stage, straight),
-            self.waits[self.crowded],
-            self.predict(stage, straight=straight),
-        )
+        timing, waits = (self.jumps if straight else self.steps)[stage - 1], self.waits[self.crowded]
+        predicted, caught, over = timing.base * self.slowdown, timing.caught[self.crowded], timing.recent.over
         if not predicted:
             return 0.0, 0.0
-        over, rate, caught = timing.recent.over, waits.rate, timing.caught[self.crowded]
-        if not (rate or caught.times):
-            return over(left / predicted), 0.0
+        slow = over(left / predicted)
+        if slow == 1.0 or not (waits.times or caught.times):
+            return slow, 0.0
         # Who has just got the processor keeps it for a while, so long stages are interrupted more often than by their length:
         # what all runs together say is a guess, and a stage's own runs say how far it is off.
-        work = predicted * timing.recent.quantile(0.5)
+        work, rate = predicted * timing.recent.quantile(0.5), waits.rate
         guess = 1 - math.exp(-rate * work) if rate else caught.times / len(caught.runs)
         once = min(1.0, guess * (caught.times + GUESS) / (guess * len(caught.runs) + GUESS))
         chance, before, interrupted = once, 0.0, 0.0  # of so many interruptions; to be late after one less; of all
-        own = over(left / predicted) * (1 - once)
+        own = slow * (1 - once)
         for times in range(1, TIMES + 1):
             if times > 1:
-                chance *= 1 - math.exp(-rate * max(0.0, work - (times - 1) * waits.between))
-            if not chance:
-                break
-            longer = sum(over((left - times * length) / predicted) for length in waits.lengths) / LENGTHS
-            before, interrupted = longer, interrupted + chance * (longer - before)
+                more = work - (times - 1) * waits.between
+                if more <= 0:
+                    break
+                chance *= 1 - math.exp(-rate * more)
+            longer = sum([over((left - times * length) / predicted) for length in waits.lengths]) / LENGTHS
+            interrupted += chance * (longer - before)
+            before = longer
         return own, interrupted
 
     def may_be_in_time(self, stage: int, early: float, left: float, straight: bool, price: float) -> bool:
@@ -197,7 +196,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # of who writes; whoever reads needs none
-        self.runs: deque[tuple[float, int]] = deque()  # seconds worked, how many times they waited
+        self.runs: deque[tuple[float, bool]] = deque()  # seconds worked, and whether they waited
         self.worked, self.times = 0.0, 0  # of all these
         self.seen: deque[float] = deque(maxlen=KEPT)  # seconds: how long turns are changes seldom
         self.lengths: list[float] = []  # some of them, in order
@@ -212,16 +211,16 @@ class Waits:
         """Seconds of work after which one may be interrupted again: programs take turns, each for as long as the other."""
         return self.lengths[0]
 
-    def add(self, worked: float, waited: float, times: int) -> None:
-        times = max(1, times) if waited > NOTICED else 0
+    def add(self, worked: float, waited: float) -> None:
+        caught = waited > NOTICED
         with self.lock:
-            old = self.runs.popleft() if len(self.runs) >= RUNS else (0.0, 0)
-            self.runs.append((worked, times))
-            if times:  # first: whoever finds that it happens looks how long it takes
-                self.seen.append(waited / times)
+            old = self.runs.popleft() if len(self.runs) >= RUNS else (0.0, False)
+            self.runs.append((worked, caught))
+            if caught:  # first: whoever finds that it happens looks how long it takes
+                self.seen.append(waited)
                 order = sorted(self.seen)
                 self.lengths = [order[(2 * place + 1) * len(order) // (2 * LENGTHS)] for place in range(LENGTHS)]
-            self.worked, self.times = self.worked + worked - old[0], self.times + times - old[1]
+            self.worked, self.times = self.worked + worked - old[0], self.times + caught - old[1]
 
 
 class Recently:
@@ -232,11 +231,13 @@ class Recently:
     def __init__(self, before: int) -> None:
         self.lock = threading.Lock()  # of who writes
         self.seen: deque[float] = deque([1.0] * before)
-        self.order = [1.0] * before
+        self.order = array(
+            "d", self.seen
+        )  # next to each other in memory: on a busy machine every line must be fetched anew
 
     def add(self, multiple: float) -> None:
         with self.lock:
-            order = self.order.copy()  # whoever reads meanwhile finds a whole list
+            order = self.order[:]  # whoever reads meanwhile finds a whole one
             if len(self.seen) >= KEPT:
                 del order[bisect_left(order, self.seen.popleft())]
             self.seen.append(multiple)
@@ -245,7 +246,7 @@ class Recently:
 
     def quantile(self, share: float) -> float:
         order = self.order
-        return order[min(len(order) - 1, int(share * len(order)))] if order else math.nan
+        return order[int(share * len(order))] if order else math.nan
 
     def beyond(self, multiple: float) -> float:
         """The middle of those that took longer than that; 0 if none did."""
@@ -256,4 +257,6 @@ class Recently:
     def over(self, multiple: float) -> float:
         """The share of runs that took longer than that."""
         order = self.order
-        return 1 - bisect_right(order, multiple) / len(order) if order else 0.0
+        if not order or multiple >= order[-1]:  # the usual cases first
+            return 0.0
+        return 1.0 if multiple < order[0] else 1 - bisect_right(order, multiple) / len(order)

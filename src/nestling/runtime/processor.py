@@ -1,7 +1,8 @@
 """What other programs do to a thread that works: whether there are processors for all, and how long it had to wait for one.
 
 Linux tells both at once, in a microsecond each (/proc/loadavg, /proc/thread-self/schedstat). Elsewhere nobody waits, as far as
-is known: then a stage that was interrupted is a slow one. Knows nothing of stages.
+is known: then a stage that was interrupted is a slow one. A thread's own time (time.thread_time) would tell, too, but Linux then
+looks whether it is another's turn: who has worked longer than its share loses the processor by asking. Knows nothing of stages.
 """
 
 import os
@@ -26,7 +27,7 @@ class Numbers(Descriptor):
 
     def read(self) -> list[bytes]:
         """Its words; none if there is no such file."""
-        return os.pread(self.file, 128, 0).split() if self.file >= 0 else []
+        return os.pread(self.file, 128, 0).split(b" ", 4) if self.file >= 0 else []
 
 
 class Processor:
@@ -41,20 +42,15 @@ class Processor:
         words = self.load.read()
         return len(words) > 3 and int(words[3].partition(b"/")[0]) > PROCESSORS
 
-    def waited(self) -> tuple[float, int]:
-        """Seconds that this thread has been ready to run so far while others ran, and how many times it was let in."""
+    def waited(self) -> float:
+        """Seconds that this thread has been ready to run so far while others ran."""
         times = getattr(self.own, "times", None)
         if times is None:
             times = self.own.times = Numbers(
                 "/proc/thread-self/schedstat"
             )  # nanoseconds running, waiting; times let in
         words = times.read()
-        return (int(words[1]) * NANOSECONDS, int(words[2])) if len(words) > 2 else (0.0, 0)
-
-    def since(self, before: tuple[float, int]) -> tuple[float, int]:
-        """The same, after something else."""
-        seconds, times = self.waited()
-        return seconds - before[0], times - before[1]
+        return int(words[1]) * NANOSECONDS if len(words) > 1 else 0.0
 
     def close(self) -> None:
         """Let the files go. Who reads one meanwhile keeps it until then."""

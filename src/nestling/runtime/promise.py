@@ -40,10 +40,22 @@ class Promise:
         late = sorted(self.timer.recent)
         return max(due, end - late[int(USUAL * len(late))])
 
+    @property
+    def calm(self) -> bool:
+        """Whether all is as it is where nothing is ever late: one more answer in time changes nothing."""
+        return (
+            self.budget.left == Budget.MOST
+            and self.price.value == Price.LEAST
+            and self.caution.value == Caution.LEAST
+            and self.early.value == Margin.LEAST
+        )
+
     def observe(self, late: float, tried: str, interrupted: bool = False) -> None:
         """An answer of the caller's own thread came so many seconds after its deadline (less than none: before). What was tried
         last: a stage that was sure to be in time, one with a guard, the first one, or D_s at once (see TRIED). Whoever was
         interrupted learns nothing about margins: less must be begun with where that may happen."""
+        if late <= 0 and self.calm:
+            return
         over = self.budget.spent(late > 0)
         self.price.observe(over and interrupted != (tried == "first"))  # the first one might have been told to end
         was_late = over and not interrupted

@@ -160,7 +160,7 @@ class Waiting:
 
     def next_news(self, until: float) -> News | None:
         """The next stage that some image finishes; None at the deadline, or when waiting was called off."""
-        while self.clock() < until:
+        while self.signal.post or self.clock() < until:
             try:
                 news = self.sleep(until)
             except TimeoutError:

@@ -35,6 +35,14 @@ class Listener(Protocol):
     def put(self, item: Any) -> None: ...
 
 
+class Collected(list["News"]):
+    """A listener that keeps what it is told and wakes nobody."""
+
+    def put(self, item: "News | None") -> None:
+        if item is not None:
+            self.append(item)
+
+
 class ImageWork:
     """One image."""
 

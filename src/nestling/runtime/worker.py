@@ -22,7 +22,7 @@ from nestling.runtime.forecast import Recent
 from nestling.runtime.here import stages_here
 from nestling.runtime.lane import Lane
 from nestling.runtime.news import publish, remember
-from nestling.runtime.pace import CALM, Pace, Wait
+from nestling.runtime.pace import Pace
 from nestling.runtime.processor import Processor
 from nestling.runtime.promise import USUAL, Promise
 from nestling.runtime.queues import Queues
@@ -166,7 +166,7 @@ class Worker:
 
     # --- in the caller's thread ----------------------------------------------------------------------------------
 
-    def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float) -> bool:
+    def run_here(self, image: ImageWork, work: Work, promise: Promise, due: float, one: bool = False) -> bool:
         """Run the stages of one image in this thread while they are in time. False: others want the engine, or a stage may
         overrun that cannot be stopped, so the image was left to a thread of our own, and is looked at when it is due."""
         lane = self.free_lane()
@@ -177,7 +177,7 @@ class Worker:
         try:
             if not (self.queues.anything or self.closing):  # where many wait, one at a time is sooner
                 lane.running, work.running, work.stop = work, True, Stop()
-                turn = stages_here(self, lane, image, work, promise)
+                turn = stages_here(self, lane, image, work, promise, one)
             else:
                 turn = self.closing
         finally:
@@ -289,6 +289,6 @@ class Worker:
         publish(work.images, stage, stage == self.engine.stages, logits, now, self.recent)
         return True
 
-    def waited(self, before: Wait) -> Wait:
+    def waited(self, before: float) -> float:
         """For a processor, since then. An engine that cannot be stopped works elsewhere: this thread only waits for it."""
-        return self.processor.since(before) if self.engine.stops else CALM
+        return self.processor.waited() - before if self.engine.stops else 0.0

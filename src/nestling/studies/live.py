@@ -166,6 +166,7 @@ def make_contenders(
         return known | {f"always {n}": answering(partial(always, chooser, image, n)) for n in numbers}
     blind: dict[str, Contender] = {
         "nest": interrupted(runtime, picture),
+        "nest, loop": stage_by_stage(runtime, picture),
         "one by one": one_by_one(chooser, image),
         "chooser": unaware(chooser, image, lambda: chooser.choose(middle)),
     }
@@ -200,6 +201,22 @@ def interrupted(runtime: Runtime, picture: Any) -> Contender:
         late = time.monotonic() - woke
         question.stop()
         return LiveQuestion(limit, sum(at <= limit for at in trail.done) if trail else runtime.spec.stages, late)
+
+    return asked
+
+
+def stage_by_stage(runtime: Runtime, picture: Any) -> Contender:
+    """A loop over the answers that ends when the interrupt comes, which is noticed between two stages."""
+
+    def asked(limit: float) -> LiveQuestion:
+        began, done = time.monotonic(), 0
+        late = -limit
+        for answer in runtime.answers(picture):
+            late = time.monotonic() - began - limit
+            if late > 0:
+                return LiveQuestion(limit, done, 0.0)
+            done = answer.stage
+        return LiveQuestion(limit, done, late)
 
     return asked
 

@@ -82,7 +82,8 @@ class OnnxEngine:
         for number, (session, graph) in enumerate(zip(self.sessions, self.graphs, strict=True), start=1):
             check_ends(session, graph, self.shapes, answer, number)
         self.layout = Places({"input": self.shapes["input"]} | {n: self.shapes[n] for g in graphs for n in g.gives})
-        self.free: list[Slot] = []
+        self.single: list[Slot] = []  # free ones, of one image
+        self.free: list[Slot] = []  # of batches
 
     @property
     def stages(self) -> int:
@@ -137,11 +138,15 @@ class OnnxEngine:
         return made & {name for graph in self.graphs[done:] for name in graph.takes}
 
     def close(self) -> None:
+        self.single.clear()
         self.free.clear()
         self.sessions.clear()
 
     def hold(self, images: int, done: int = 0) -> "SlotInUse":
         """A slot for so many images: one that is free, or a new one."""
+        if images == 1:
+            with suppress(IndexError):
+                return SlotInUse(self.single.pop(), self.give_back, done)
         for slot in self.free.copy():
             if slot.images == images:
                 with suppress(ValueError):  # another thread has just taken it
@@ -151,8 +156,11 @@ class OnnxEngine:
 
     def give_back(self, slot: "Slot") -> None:
         """Called when nothing refers to a state any more, by whichever thread let it go."""
-        batches = sum(other.images > 1 for other in self.free)
-        if self.sessions and (slot.images == 1 or batches < FREE_BATCHES):
+        if not self.sessions:
+            return
+        if slot.images == 1:
+            self.single.append(slot)
+        elif len(self.free) < FREE_BATCHES:
             self.free.append(slot)
 
     def bind(self, stage: int, slot: "Slot") -> onnxruntime.IOBinding:
