@@ -300,10 +300,10 @@ def test_what_is_missing_is_a_command() -> None:
     thrice = [(name, i, size, seed) for name in names for i, size in enumerate(sizes, 1) for seed in range(3)]
     every = [row(1.0, strategy=name, stage=i, size=size, seed=seed) for name, i, size, seed in thrice]
     lacking = missing("table1", compare(every))
-    assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy --seeds 3"
-    assert len(lacking) == 4
+    assert "nestling paper table1 --network width-resnet42 --strategy greedy --seeds 3" in lacking
+    assert len(lacking) == 1 + 2 * 3, "of the others also normalised gradients, whose constant another part calibrates"
     partly = missing("table1", compare(every[:-1]))  # without a third largest independent net
-    assert partly[1] == "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy --seeds 3"
+    assert "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy --seeds 3" in partly
     assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
 
 
