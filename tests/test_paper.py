@@ -285,7 +285,7 @@ def test_a_table_by_hand() -> None:
     assert cell_texts(table, "greedy")[1:] == [
         ("–", "", "paper 10.2±0.1"), ("–", "", "paper 9.9±0.2"), ("–", "", "paper 9.2±0.2"),
     ]  # fmt: skip
-    assert "| osgd (n = 1-2, 200 epochs) | 9.00 ▼ (paper\u00a012.3±0.1) | – (paper\u00a08.9±0.2) |" in table_text(table)
+    assert "| osgd (n = 1-2, 200 epochs) | 9.00 ▼ (paper 12.3±0.1) | – (paper 8.9±0.2) |" in table_text(table)
 
 
 def test_gaps_to_independent_nets_by_hand() -> None:

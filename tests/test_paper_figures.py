@@ -165,6 +165,7 @@ def test_the_deadline_study_equals_brute_force(grid: Grid) -> None:
 def test_the_device_of_the_trace_is_named_in_the_picture(grid: Grid) -> None:
     device = json.loads((folder(grid, "width-digits-osgd") / "profile.json").read_text())["device"]
     assert f"measured on {device}" in (Path(grid["found"]["pictures"]) / "error-under-deadlines.svg").read_text()
+    assert "Runs behind each bar: 1 to 2." in Path(grid["found"]["markdown"]).read_text()
 
 
 def test_priorities_are_the_results_files(grid: Grid) -> None:

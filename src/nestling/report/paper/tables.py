@@ -91,7 +91,7 @@ def variants_table(network: str, means: Iterable[Row]) -> Table:
 
 def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
     """Ours, and under it the paper's."""
-    small = "" if paper is None else f"paper\u00a0{paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
+    small = "" if paper is None else f"paper {paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
     if row is None:
         return Cell("–", small=small)
     spread = [] if row["std"] is None else [f"±\u00a0{row['std']:.2f}"]
