@@ -211,7 +211,7 @@ def main() -> int:
     args = parser.parse_args()
     rows = runs_table(args) if args.epochs else steps_table(args, torch.device(args.device))
     document = {
-        "benchmark": "agreement", "arguments": vars(args), "rows": rows,
+        "benchmark": "agreement", "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": rows,
         "provenance": provenance(" ".join(sys.argv), args.device, time.time),
     }  # fmt: skip
     if args.json:

@@ -31,7 +31,7 @@ from nestling.files import CHECKPOINT, RECIPE, RESULTS, WEIGHTS
 from nestling.recipes import named
 from nestling.recipes.recipe import override
 from nestling.runs.folder import RunDir
-from nestling.runs.provenance import source_commit
+from nestling.runs.provenance import source_commit, without_folders
 from nestling.studies.sweep.axes import grid_runs
 from nestling.train import train
 
@@ -364,7 +364,11 @@ def main() -> None:
 
 def keep(path: Path, found: dict[str, Any]) -> None:
     kept = {row["kind"]: row for row in (json.loads(path.read_text())["rows"] if path.exists() else [])}
-    told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
+    told = {
+        "command": without_folders(" ".join(["python", *sys.argv])),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
     told["commit"] = str(source_commit()[0])
     rows = list({**kept, found["kind"]: found | told}.values())
     total = sum(sum(row["faults"].values()) for row in rows)

@@ -44,7 +44,7 @@ from nestling.recipes import named
 from nestling.recipes.recipe import override
 from nestling.recipes.strategies import STRATEGIES
 from nestling.runs.folder import RunDir
-from nestling.runs.provenance import source_commit
+from nestling.runs.provenance import source_commit, without_folders
 from nestling.train import Training
 from nestling.train.loop import epoch_generator
 from nestling.train.losses import stage_losses
@@ -298,7 +298,11 @@ def show(row: dict[str, Any]) -> str:
 def keep(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     """Write rows into a file; those of other cases that are there stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    told = {"command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "machine": platform.machine()}
+    told = {
+        "command": without_folders(" ".join(["python", *sys.argv])),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
     told |= {"commit": str(source_commit()[0]), "load average": f"{os.getloadavg()[0]:.1f}"}
     case = ("network", "method", "dtype", "ranks", "micro_batches", "strategy", "sync_norms", "sharded")
     found = {tuple(row.get(key) for key in case): row for row in kept.get(what, [])}

@@ -236,7 +236,8 @@ def main() -> None:
     spec: Spec = runtime.spec
     runtime.close()
     sample = (np.asarray(stored["images"]), [int(label) for label in stored["labels"]], spec.errors)
-    found: dict[str, Any] = {"conditions": {**vars(options), "load_average_before": os.getloadavg()[0]}}
+    asked = {key: value for key, value in vars(options).items() if key != "json"}
+    found: dict[str, Any] = {"conditions": {**asked, "load_average_before": os.getloadavg()[0]}}
     found["replicas"] = {
         str(count): measure(count, options.proxy, options.rates, options.seconds, options.deadline, sample)
         for count in options.replicas

@@ -30,7 +30,7 @@ from striped import Striped, stripes_step
 from nestling.data.split import MemorySplit
 from nestling.nets import build, plan
 from nestling.recipes.recipe import NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe
-from nestling.runs.provenance import provenance
+from nestling.runs.provenance import provenance, without_folders
 from nestling.train import stepping, tasks
 from nestling.train.capabilities import more_queues
 from nestling.train.loop import make_optimizer
@@ -395,7 +395,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     stripes: list[dict[str, Any]] = []
     document = {
-        "benchmark": "step", "command": " ".join(sys.argv), "copy_bytes_per_s": bandwidth, "bf16_flop_per_s": rate,
+        "benchmark": "step", "command": without_folders(" ".join(sys.argv)),
+        "copy_bytes_per_s": bandwidth, "bf16_flop_per_s": rate,
         "provenance": provenance(" ".join(sys.argv), args.device, time.time), "rows": rows, "torchjd": stripes,
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ from ray.cluster_utils import Cluster as Raylets
 from nestling.recipes import named
 from nestling.recipes.recipe import override
 from nestling.runs.folder import RunDir
-from nestling.runs.provenance import source_commit
+from nestling.runs.provenance import source_commit, without_folders
 from nestling.studies.sweep.axes import grid_runs
 from nestling.studies.sweep.cluster import Cluster
 from nestling.studies.sweep.driver import SweepRun, sweep
@@ -80,7 +80,7 @@ def main() -> None:
     equal = sum(same(folder / "runs" / name, folder / "local" / name) for name, _ in runs)
     seconds = round(time.monotonic() - began)
     found = {
-        "command": f"python {' '.join(sys.argv)}",
+        "command": without_folders(" ".join(["python", *sys.argv])),
         "commit": source_commit()[0],
         "ray": ray.__version__,
         "torch": torch.__version__,

@@ -50,6 +50,12 @@ def test_the_papers_figures_show_every_stage_of_every_table(browser: Any, tmp_pa
     assert names == ["coverage", "claims", "tradeoff", "deadlines", "priorities", "tables", "tiny", "missing"]
     assert watched.complaints == []
     watched.context.close()
+    narrow = Watched(browser, Path(found["report"]).resolve().as_uri(), width=400)
+    widths = narrow.page.evaluate(rooms)
+    assert all(inner <= room for inner, room in widths), "the last stages are the ones that matter, on a telephone, too"
+    drawn = narrow.page.evaluate("[...document.querySelectorAll('.picture.wide svg')].map(each => each.clientWidth)")
+    assert min(drawn) > 700, "three panels in the width of one cannot be read: they can be moved instead"
+    narrow.context.close()
 
 
 class Watched:

@@ -102,6 +102,7 @@ def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     console.print(show(command("depth-sparse98")))
     text = console.export_text()
     assert "d8" in text and "224.6 M" in text and "100.0%" in text and "un-nested, all connections" in text
+    assert "dropped: of the connections that a network of the stage's size has by itself" in text
     assert [amount(n) for n in (999, 9999, 24_600, 1_810_000, 2_850_000_000)] == [
         "999",
         "9,999",

@@ -285,7 +285,7 @@ def test_a_table_by_hand() -> None:
     assert cell_texts(table, "greedy")[1:] == [
         ("–", "", "paper 10.2±0.1"), ("–", "", "paper 9.9±0.2"), ("–", "", "paper 9.2±0.2"),
     ]  # fmt: skip
-    assert "| osgd (n = 1-2, 200 epochs) | 9.00 ▼ (paper\u00a012.3±0.1) | – (paper\u00a08.9±0.2) |" in table_text(table)
+    assert "| osgd (n = 1-2, 200 epochs) | 9.00 ▼ (paper 12.3±0.1) | – (paper 8.9±0.2) |" in table_text(table)
 
 
 def test_gaps_to_independent_nets_by_hand() -> None:
@@ -300,10 +300,10 @@ def test_what_is_missing_is_a_command() -> None:
     thrice = [(name, i, size, seed) for name in names for i, size in enumerate(sizes, 1) for seed in range(3)]
     every = [row(1.0, strategy=name, stage=i, size=size, seed=seed) for name, i, size, seed in thrice]
     lacking = missing("table1", compare(every))
-    assert lacking[1] == "nestling paper table1 --network width-resnet42 --strategy greedy --seeds 3"
-    assert len(lacking) == 4
+    assert "nestling paper table1 --network width-resnet42 --strategy greedy --seeds 3" in lacking
+    assert len(lacking) == 1 + 2 * 3, "of the others also normalised gradients, whose constant another part calibrates"
     partly = missing("table1", compare(every[:-1]))  # without a third largest independent net
-    assert partly[1] == "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy --seeds 3"
+    assert "nestling paper table1 --network width-resnet42 --strategy alone --strategy greedy --seeds 3" in partly
     assert missing("table3", [])[0] == "nestling paper table3 --network width-resnet50 --strategy sgd --strategy osgd"
 
 

@@ -165,6 +165,7 @@ def test_the_deadline_study_equals_brute_force(grid: Grid) -> None:
 def test_the_device_of_the_trace_is_named_in_the_picture(grid: Grid) -> None:
     device = json.loads((folder(grid, "width-digits-osgd") / "profile.json").read_text())["device"]
     assert f"measured on {device}" in (Path(grid["found"]["pictures"]) / "error-under-deadlines.svg").read_text()
+    assert "Runs behind each bar: 1 to 2." in Path(grid["found"]["markdown"]).read_text()
 
 
 def test_priorities_are_the_results_files(grid: Grid) -> None:
@@ -261,7 +262,7 @@ def test_independent_nets_of_one_size_are_lent() -> None:
 
 def test_with_nothing_at_all_every_panel_says_so(tmp_path: Path) -> None:
     found = command("figures", out=str(tmp_path / "runs"), results="", page=str(tmp_path / "page.html"))
-    assert found["rows"] == found["deadlines"] == [] and len(found["missing"]) == 4 + 2 + 2 + 1
+    assert found["rows"] == found["deadlines"] == [] and len(found["missing"]) == 2 * (4 + 2) + 2 + 1
     for view in VIEWS["cifar10"]:
         assert f"no run folder of {view.nests[0]}" in (tmp_path / "page" / "error-under-deadlines.svg").read_text()
     words = re.findall(r"<title>([^<]*)</title>", (tmp_path / "page" / "error-against-macs.svg").read_text())

@@ -167,7 +167,10 @@ def show(result: dict[str, Any]) -> RenderableType:
         shares = [f"{row[key]:.1%}" for key in ("macs_share", "dropped_share")]
         table.add_row(str(row["stage"]), row["size"], *counts, *shares)
     whole = result["unnested"]
-    lines = [f"un-nested, all connections: {amount(whole['params'])} params, {amount(whole['macs'])} MACs"]
+    lines = [
+        f"un-nested, all connections: {amount(whole['params'])} params, {amount(whole['macs'])} MACs",
+        "dropped: of the connections that a network of the stage's size has by itself",
+    ]
     if "picture" in result:
         lines.append(f"picture: {result['picture']}")
     return Group(table, *lines, *([fields_table(result)] if "fields" in result else []))

@@ -18,6 +18,7 @@ from nestling.errors import NestlingError
 from nestling.files import RESULTS
 from nestling.recipes.recipe import Recipe
 from nestling.report.paper.tables import LEGEND, Table, tables
+from nestling.runs.folder import RunDir
 from nestling.studies.paper.everything import (
     CIFAR10,
     SEEDS,
@@ -36,6 +37,7 @@ from nestling.studies.sweep.driver import SweepRun, sweep
 ALL = "all"
 WRITE_UP = ("figures", "findings", "profile")  # parts that train nothing
 CARRY = ("pack", "unpack")
+UNPREPARED = "They need Tiny ImageNet, which is not prepared here: nestling data tiny-imagenet --root FOLDER"
 
 
 def command(
@@ -105,12 +107,10 @@ def command(
         if part == ALL
         else [Job(*each, part) for each in cells(part, network, strategy, seeds or 1, set, scope, order)]
     )
-    if plan:
-        return {"part": part, "plan": planned(missing_jobs(jobs, Path(out), ()), out)}
-    if part == ALL:
-        jobs = [job for job in jobs if ready(job)]
-        if not jobs:
-            return {"part": part, "plan": []}
+    here = [job for job in jobs if part != ALL or ready(job)]
+    unprepared, jobs = len(jobs) - len(here), here
+    if plan or (part == ALL and not jobs):
+        return {"part": part, "plan": planned(missing_jobs(jobs, Path(out), ()), out), "unprepared": unprepared}
     options = {"network": network, "strategy": strategy, "scope": scope, "order": order, "set": set}
     words = [f"nestling paper {part}", *(f"--{key} {value}" for key, values in options.items() for value in values)]
     line = f"{' '.join(words)} --seeds {seeds or (SEEDS if part == ALL else 1)} --beside {beside}"
@@ -192,12 +192,13 @@ def trained(
             f"no run of {part} is finished in {out}; train some (without --dry), or give them more time{why or '.'}"
         )
     means = {"rows": compare(rows), "top5": compare(rows, "top5")}
+    left = sum(not RunDir(path).has(RESULTS) and str(path) not in failed for path in paths)
     missing = (
         f"{len(failed)} of {len(chosen)} runs failed; mend what they say and give the same command" if failed else ""
     )
     networks = list(dict.fromkeys(row["network"] for row in rows))
     found = {"part": part, "runs": len(chosen), "networks": networks, "results": keep(paths, results), **means}
-    return {**found, "failed": failed, "incomplete": missing}
+    return {**found, "left": left, "failed": failed, "incomplete": missing}
 
 
 def keep(paths: Sequence[Path], results: str) -> list[str]:
@@ -245,7 +246,9 @@ def write_up(
 def show(result: dict[str, Any]) -> Group:
     """The tables, and where everything is."""
     if "plan" in result:
-        return Group(plan_table(result["plan"])) if result["plan"] else Group(Text("Nothing is missing."))
+        more = result.get("unprepared", 0)
+        parts = [plan_table(result["plan"])] if result["plan"] else [] if more else [Text("Nothing is missing.")]
+        return Group(*parts, *([Text(f"{more} runs more are missing. {UNPREPARED}")] if more else []))
     if result["part"] == "unpack":
         return Group(
             Text("\n".join([f"{len(result['runs'])} runs are here", *(f"rows are in {p}" for p in result["rows"])]))
@@ -265,6 +268,10 @@ def show(result: dict[str, Any]) -> Group:
     else:
         lines += [f"rows are in {path}" for path in result["results"]]
         lines += [f"failed: {path}: {why}" for path, why in result["failed"].items()]
+        if result["left"]:
+            lines.append(
+                f"{result['left']} of {result['runs']} runs are not finished; the same command goes on with them"
+            )
     shown = tables(result["rows"], result["top5"], result["networks"])
     return Group(*(terminal(each) for each in shown), Text("\n".join(lines)))
 

@@ -7,6 +7,7 @@ It writes no file and does not know what the run is.
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,11 +19,15 @@ import torch
 
 from nestling import __version__
 
+PATH = re.compile(
+    r"(?<![\w/.~])/[^\s/'\",:;=()\[\]]+(?:/[^\s/'\",:;=()\[\]]+)*"
+)  # an absolute one, alone or after "key="
+
 
 def provenance(command: str, device: str, clock: Callable[[], float]) -> dict[str, Any]:
     commit, dirty = source_commit()
     return {
-        "command": command,
+        "command": without_folders(command),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock())),
         "commit": commit,
         "dirty": dirty,
@@ -32,6 +37,17 @@ def provenance(command: str, device: str, clock: Callable[[], float]) -> dict[st
         "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
+
+
+def without_folders(command: str) -> str:
+    """A command without the folders of this machine: paths below the working folder are relative, of others their names stay."""
+    here = Path.cwd()
+
+    def short(found: re.Match[str]) -> str:
+        path = Path(found[0])
+        return str(path.relative_to(here)) if path != here and path.is_relative_to(here) else path.name
+
+    return PATH.sub(short, command)
 
 
 def source_commit() -> tuple[str | None, bool | None]:

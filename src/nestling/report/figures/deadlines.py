@@ -28,6 +28,12 @@ def limit_names(limits: Sequence[float]) -> list[str]:
     return ["none" if isinf(limit) else names[limit] for limit in limits]
 
 
+def named_limits(milliseconds: Sequence[float]) -> tuple[list[str], str]:
+    """Deadlines as they stand under an axis, and their unit, which is that of the shortest."""
+    unit, size = ("ms", 1) if milliseconds[0] >= 0.1 else ("µs", 1000)
+    return limit_names([limit * size for limit in milliseconds]), unit
+
+
 def places(limits: Sequence[float]) -> list[float]:
     """Where the deadlines stand: side by side, and none at all a little apart."""
     return [float(i) for i in range(len(limits) - 1)] + [len(limits) - 0.4]
@@ -46,8 +52,9 @@ def errors_at_deadlines(family: Family, study: Study, looks: Mapping[str, Look],
             draw(drawn, look, scheme, xs[:-1], ys[:-1], words[:-1])
             [dot] = drawn.axes.plot(xs[-1], ys[-1], marker=look.marker, color=look.colour, markerfacecolor=look.face)
             drawn.tip(dot, words[-1])
-        drawn.axes.set_xticks(xs, limit_names(study.limits))
-        drawn.axes.set_xlabel("deadline, ms")
+        names, unit = named_limits(study.limits)
+        drawn.axes.set_xticks(xs, names)
+        drawn.axes.set_xlabel(f"deadline, {unit}")
         error_axis(drawn.axes, [0.0])
         drawn.legend_below(3)
         drawn.axes.set_title(f"{family.name}: error under a deadline")
@@ -90,8 +97,9 @@ def who_answered(family: Family, study: Study, scheme: str, name: str, caption: 
                 limit = "no deadline" if isinf(row.deadline) else time_text(row.deadline)
                 drawn.tip(bar, f"{limit}: {100 * share:.1f} % {label}")
             bottom = bottom + np.array(shares)
-        axes.set_xticks(xs, limit_names(study.limits))
-        axes.set_xlabel("deadline, ms")
+        names, unit = named_limits(study.limits)
+        axes.set_xticks(xs, names)
+        axes.set_xlabel(f"deadline, {unit}")
         axes.set_ylim(0, 1)
         axes.grid(visible=False, axis="x")
         percent_axis(axes)

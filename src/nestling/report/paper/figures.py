@@ -116,9 +116,10 @@ def tradeoff(means: Sequence[Row], names: Sequence[str], data: str) -> tuple[Pag
     bars = " Bars: standard deviation over seeds." if any(row["n"] > 1 for row in means if row["name"] in names) else ""
     caption = (
         f"Base: the paper's baselines (even-width for width, the cascade for the others), trained with {names[0]}. Oracle: "
-        f"independent nets of the stages' sizes, of which the right one would have to be known beforehand.{bars} Crosses: the "
-        "paper's own errors, at the costs of our drawing of its networks."
+        f"independent nets of the stages' sizes, of which the right one would have to be known beforehand.{bars}"
     )
+    if any(pictures.papers(view.nests[0], names[0].partition(" ")[0]).points for view in VIEWS[data]):
+        caption += " Crosses: the paper's own errors, at the costs of our drawing of its networks."
     return (Pictures((pictures.tradeoffs(VIEWS[data], means, names, caption),)),)
 
 
@@ -134,9 +135,13 @@ def deadlines(
     if results and rows and not settings:  # studies of a changed grid are drawn, not kept
         store_studies(rows, Path(results))
     largest = {row["network"]: row["deadlines_from"] for row in rows}
+    counts = sorted({row["n"] for row in rows})
+    behind = (
+        f" Runs behind each bar: {' to '.join(dict.fromkeys(map(str, counts[:1] + counts[-1:])))}." if counts else ""
+    )
     caption = (
         "Seven deadlines from 0.5 to 1 times a mean latency, then none; without an answer in time, a random guess. "
-        "Latencies are a measured trace, input by input, on the device under each panel. "
+        f"Latencies are a measured trace, input by input, on the device under each panel.{behind} "
         + " ".join(f"{network}: deadlines from {text}." for network, text in largest.items())
     )
     picture = pictures.deadline_bars(VIEWS[data], [panel for panel, _ in found], [why for _, why in found], caption)

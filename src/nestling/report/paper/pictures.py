@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from nestling.report.content import Picture
 from nestling.report.families import BASELINES
-from nestling.report.figures.deadlines import limit_names, places
+from nestling.report.figures.deadlines import named_limits, places
 from nestling.report.figures.panel import Panel, cost_axis, draw, error_axis, panel, percent_axis
 from nestling.report.theme import BASE as BASE_COLOUR
 from nestling.report.theme import BASE_LOOK, FAINT, MARKERS, MUTED, ORACLE_LOOKS, SCHEMES, Look
@@ -167,8 +167,8 @@ def bars(part: Panel, rows: Sequence[Row]) -> str:
             part.tip(
                 bar, f"{scheme}, {limit}: {row['error']:.2f} % error, {row['guessed']:.1f} % guessed (n = {row['n']})"
             )
-    unit, size = ("ms", 1) if limits[0] >= 0.1 else ("µs", 1000)
-    part.axes.set_xticks(places(limits), limit_names([limit * size for limit in limits]))
+    names, unit = named_limits(limits)
+    part.axes.set_xticks(places(limits), names)
     part.axes.grid(visible=False, axis="x")
     above = [row["error"] / 100 for row in rows if row["error"] > 0]
     error_axis(part.axes, [0.0])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import isnan
 
-from nestling.recipes.strategies import of_the_paper
+from nestling.recipes.strategies import NORMALISED, of_the_paper
 from nestling.report.content import Cell, Table
 from nestling.studies.paper.grid import GRID, PRIORITISED, TABLES, sizes_of
 from nestling.studies.paper.results import ALONE, ALONE_NORM, INDEPENDENT, TINY, Row, compare, paper_number
@@ -91,7 +91,7 @@ def variants_table(network: str, means: Iterable[Row]) -> Table:
 
 def stage_cell(row: Row | None, paper: tuple[float, float] | None) -> Cell:
     """Ours, and under it the paper's."""
-    small = "" if paper is None else f"paper\u00a0{paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
+    small = "" if paper is None else f"paper {paper[0]:.1f}" + ("" if isnan(paper[1]) else f"±{paper[1]:g}")
     if row is None:
         return Cell("–", small=small)
     spread = [] if row["std"] is None else [f"±\u00a0{row['std']:.2f}"]
@@ -135,10 +135,13 @@ def missing(table: str, means: Iterable[Row]) -> list[str]:
         strategies = ("sgd", "osgd") if table == "table3" else GRID
         stages = range(1, len(sizes_of(network)) + 1)
         left = [name for name in strategies if not all((network, name, stage) in done for stage in stages)]
-        if left:
-            chosen = " ".join(f"--strategy {name}" for name in left)
-            often = f" --seeds {seeds}" if seeds > 1 else ""
-            lacking.append(f"nestling paper {table} --network {network} {chosen}{often}")
+        often = f" --seeds {seeds}" if seeds > 1 else ""
+        # of the paper's own grid `all` calibrates the constant of normalised gradients first; its table would train with 0.5
+        constant = {"all": [name for name in left if table in SEEDS and name in NORMALISED]}
+        for part, names in {table: [name for name in left if name not in constant["all"]], **constant}.items():
+            if names:
+                chosen = " ".join(f"--strategy {name}" for name in names)
+                lacking.append(f"nestling paper {part} --network {network} {chosen}{often}")
     return lacking
 
 
@@ -151,7 +154,8 @@ def tables(means: Sequence[Row], top5: Sequence[Row], networks: Iterable[str]) -
         if not mine:
             continue
         beside = mine[0].get("data") != TINY
-        found.append(network_table(network, [row for row in mine if not row["changes"]], beside=beside))
+        usual = network_table(network, [row for row in mine if not row["changes"]], beside=beside)
+        found += [usual] if usual.rows else []
         if paper_number(network, PRIORITISED[0], 1, "top5"):
             found.append(network_table(network, top5, "top5", beside))
         changed = [row for row in mine if row["changes"]]

@@ -4,10 +4,11 @@ from nestling.report.content import Cell, Note, PageBlock, Picture, Section, Tab
 from nestling.report.families import ALONE, Family
 from nestling.report.figures import cost as figures
 from nestling.report.subject import Subject, pictures
-from nestling.report.times import times
+from nestling.report.times import Times, times
 from nestling.report.words import count_text, listed, plural, time_text
 from nestling.runs.latency import Latency
 
+DEARER = 1.5  # times the share of MACs that the first stage may take of the time before the reader is told why
 BUSY = 2  # times the median that one answer in twenty may take before the reader is told
 
 
@@ -24,6 +25,7 @@ def cost(about: Subject) -> Section:
             clocked = figures.median_latency(measured.conditions)
             over = plural(measured.runs, "run")
             caption = f"Median time until the answer is out, over {over}. {measured.conditions}.{about_lines}"
+            caption += by_operation(family, measured)
             name = about.name(family, "latency")
             drawn.append(
                 figures.error_against(family, base, clocked, time_text, "median latency", about.looks, name, caption)
@@ -43,6 +45,20 @@ def bars(family: Family, base: Family | None) -> str:
     owned = [(line, stage) for line in lines for stage in line.stages()]
     several = any((found := line.number("error", stage)) and found.n > 1 for line, stage in owned)
     return " Bars: standard deviation over runs." if several else ""
+
+
+def by_operation(family: Family, measured: Times) -> str:
+    """Why the first stage looks dearer in time than in MACs, where it does."""
+    for line in family.judged_nests[:1]:
+        first, last = (line.number("macs", stage) for stage in (1, len(family.sizes)))
+        taken, whole = (measured.median(line.kind, stage) for stage in (1, len(family.sizes)))
+        if first and last and taken and whole and taken / whole > DEARER * first.mean / last.mean:
+            return (
+                f" {family.sizes[0]} does {100 * first.mean / last.mean:.2g} % of the multiply-accumulates in "
+                f"{100 * taken / whole:.2g} % of the time: an operation takes its time however little it computes, so small "
+                "stages look dearer here than in MACs."
+            )
+    return ""
 
 
 def about_base(base: Family | None) -> str:

@@ -23,8 +23,8 @@ def seeds(recipe: Recipe, rows: Sequence[Row]) -> dict[str, Any]:
     )
     if not found:
         return {}
-    spread = [None if row["std"] is None else round(row["std"] / 100, 5) for row in found]
-    return {"n": min(row["n"] for row in found), "mean": [round(row["error"] / 100, 5) for row in found], "std": spread}
+    spread = [None if row["std"] is None else round(row["std"] / 100, 8) for row in found]
+    return {"n": min(row["n"] for row in found), "mean": [round(row["error"] / 100, 8) for row in found], "std": spread}
 
 
 def write(results: str) -> None:

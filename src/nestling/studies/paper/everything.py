@@ -86,7 +86,7 @@ def everything(
         mine = tuple(name for name in each.networks if not networks or name in networks)
         for name, recipe in of_part(replace(each, networks=mine), seeds, settings, rows) if mine else ():
             column = strategy_name(recipe)
-            if strategies and column not in strategies:
+            if strategies and column not in strategies and not (each.trials and needs_trial(column, strategies)):
                 continue
             if column == ALONE_NORM and recipe.network.alone != len(sizes(NetworkRecipe(recipe.network.name))):
                 continue
@@ -96,6 +96,11 @@ def everything(
                     continue
             found.setdefault(name, Job(name, recipe, each.why))
     return list(found.values())
+
+
+def needs_trial(column: str, strategies: Sequence[str]) -> bool:
+    """Independent nets by normalised gradients have the constant of their nest, which its trials tell."""
+    return column == "normsgd" and ALONE_NORM in strategies
 
 
 @cache
@@ -160,8 +165,7 @@ def recipe_keys(recipe: Recipe) -> set[tuple[object, ...]]:
 
 # --- what a run takes -------------------------------------------------------------------------------------------------
 
-STEPS = 390  # of an epoch of CIFAR-10, batch 128, and of Tiny ImageNet, batch 256
-IMAGENET_STEPS = 5004  # batch 256
+IMAGES = {"cifar10": 50_000, TINY: 100_000, "digits": 1_437, "folder": 1_281_167}  # to train on; of folders: ImageNet
 # ms of an H200 for a step of SGD, each of six side by side: results/step-h200.json, the two nests that were measured; the
 # others are taken to be like the one with as many layers.
 STEP_MS = {"resnet42": 1.15, "sparse98": 1.35}
@@ -187,7 +191,8 @@ def chip_minutes(recipe: Recipe) -> float:
     stages, kind = sizes(NetworkRecipe(recipe.network.name)), recipe.network.name.partition("-")[2]
     tiny = recipe.data.name == TINY
     step = IMAGENET_MS[kind] * (SMALLER if tiny else 1) if kind in IMAGENET_MS else STEP_MS.get(kind, 1.35)
-    steps = IMAGENET_STEPS if kind in IMAGENET_MS and not tiny else STEPS
+    images = IMAGES.get(recipe.data.name, IMAGES["cifar10"]) - recipe.data.validation
+    steps = (min(images, recipe.data.limit) if recipe.data.limit else images) // recipe.train.batch
     name = strategy_name(recipe)
     if name in INDEPENDENT:
         step *= (

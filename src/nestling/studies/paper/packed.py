@@ -97,6 +97,10 @@ def members(data: bytes, packed: Path) -> Iterator[tuple[str, str, bytes]]:
                 if not name or set(name[1]) == {"."} or name[2] not in (*WORDS, CHECKPOINT) or content is None:
                     raise NestlingError(f"{packed} holds {entry.name!r}, which nestling paper pack does not write")
                 yield name[1], name[2], zlib.decompress(content.read())
+            if (rest := data[tar.offset :]).strip(b"\0") or len(
+                rest
+            ) < 2 * tarfile.BLOCKSIZE:  # tarfile ends without a word
+                raise tarfile.ReadError(f"it breaks off after {tar.offset:,} of {len(data):,} bytes")
     except (tarfile.TarError, zlib.error) as error:
         raise NestlingError(f"{packed} is damaged or lacks a part ({error}); bring its files here again") from error
 
