@@ -17,7 +17,7 @@ from nestling.export.joined import filled, join, joined, ways
 from nestling.nets import NETS, plan
 from nestling.recipes.recipe import NetworkRecipe
 from nestling.runtime import Anytime, Pace, Spec, Stop
-from nestling.runtime.beginning import Beginnings
+from nestling.runtime.beginning import REMEMBERED, Beginnings
 from nestling.runtime.build import build_engine
 from nestling.runtime.engine import Floats, warm_jumps
 from nestling.runtime.engines.jumps import Begun, JumpEngine, soonest
@@ -287,6 +287,24 @@ def test_a_slow_machine_needs_more_time_for_the_same() -> None:
     for _ in range(100):
         pace.observe(1, 2.0)
     assert beginnings.best(2.5) == 1 and beginnings.best(4.5) == 2
+
+
+def test_what_was_the_best_is_remembered_until_the_machine_changes() -> None:
+    pace = Pace([1.0, 1.5], jumps=[2.0])
+    beginnings = Beginnings(pace, [0.09, 0.07], 0.9)
+    looked: list[float] = []
+    best = beginnings.best
+    beginnings.best = lambda left, price=1.0: looked.append(left) or best(left, price)  # type: ignore[method-assign,func-returns-value]
+    assert [beginnings.first(left) for left in (1.5, 2.5, 4.0, 3.0, 3.9, 2.6, 1.4)] == [1, 2, 2, 2, 2, 2, 1]
+    assert looked == [1.5, 2.5, 4.0, 1.4]
+    pace.crowded = True
+    assert beginnings.first(3.0) == 2 and looked[-1] == 3.0
+    while pace.slowdown < 1.2:
+        pace.observe(1, 2.0)
+    assert beginnings.first(2.1) == 1  # at once, not after some questions
+    for _ in range(REMEMBERED):
+        beginnings.first(2.1)
+    assert looked.count(2.1) == 2
 
 
 def test_what_is_passed_over_is_tried_again_some_day() -> None:

@@ -19,7 +19,8 @@ A_LITTLE = 0.3e-3  # seconds after the deadline by which an answer
 SLIGHTLY = 0.03  # loses so much of its worth; how often that may happen is the promise's business
 
 
-REMEMBERED = 32  # questions for which it is remembered between which times a stage was the best
+REMEMBERED = 32  # questions for which it is remembered between which times a stage was the best,
+ALIKE = 1.1  # as long as the machine does not become so many times slower or faster
 
 
 class Beginnings:
@@ -35,13 +36,14 @@ class Beginnings:
             int, tuple[float, float]
         ] = {}  # the least and the most time for which a stage was the best lately
         self.of: tuple[bool, float] = (False, 1.0)  # on a machine that is crowded or not, and at which price
-        self.asked = 0
+        self.asked, self.slowdown = 0, 1.0
 
     def first(self, left: float, price: float = 1.0) -> int:
         """The stage to begin with when there are so many seconds left; what is passed over is tried again some day."""
-        now, self.asked = (self.pace.crowded, price), self.asked + 1
-        if self.of != now or self.asked % REMEMBERED == 0:
-            self.of, self.known = now, {}
+        now, slowdown, self.asked = (self.pace.crowded, price), self.pace.slowdown, self.asked + 1
+        alike = self.slowdown < slowdown * ALIKE and slowdown < self.slowdown * ALIKE
+        if self.of != now or not alike or self.asked % REMEMBERED == 0:
+            self.of, self.slowdown, self.known = now, slowdown, {}
         for stage, (least, most) in self.known.items():
             if least <= left <= most:
                 best = stage
