@@ -30,7 +30,7 @@ ENDING = 0.3e-3  # seconds, until then
 MOST = 0.9  # of them
 MOST_ENDING = 1e-3  # seconds, or half of what the first stage takes: who takes longer was stopped by others
 FORGET = 2  # times that a stage was not begun after which one more run counts as having gone as predicted,
-FORGET_CAUGHT = 16  # and as not interrupted
+FORGET_CAUGHT = 64  # and as not interrupted: to find out by trying costs an answer
 GUESS = 1.0  # interruptions that the guess from all stages counts for, where a stage's own runs tell how often it is interrupted
 
 
@@ -42,6 +42,8 @@ class Pace:
         learnt from what is observed."""
         self.steps = [Timing(latency) for latency in latencies or [0.0] * stages]
         self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
+        for step, jump in zip(self.steps, self.jumps, strict=True):  # after the stages before one has worked as long as at once
+            jump.caught = step.caught
         self.crowded = False  # whether others wanted the processor when the question came that is answered now
         self.waits = {False: Waits(), True: Waits()}
         self.ends = {crowded: deque([ENDING], maxlen=ENDS) for crowded in (False, True)}
