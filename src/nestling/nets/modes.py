@@ -44,7 +44,7 @@ def unhooked(net: nn.Module, name: str) -> None:
     """Refuse hooks where not the layers of a network are called, but parts of them are computed."""
     if found := hooked(net):
         raise NestlingError(
-            f"{name}: {found[0]} has a hook, {found[1]}. Hooks run in net(x) only: stages, subnetworks, exports, nestling.fit and "
+            f"{name}: {found[0]} has a hook, {found[1]}. Hooks run in net(x) only: stages, subnetworks, exports, fit and "
             "Runtime compute with parts of layers, and would answer as if it were not there. Remove it (handle.remove()) first"
         )
 
