@@ -299,7 +299,15 @@ def check_work(net: NestedNet, x: Tensor) -> None:
     """Torch's own counter (2 per multiply-accumulate) sees the planned work in every stage.
 
     It does not know the fused attention and LSTMs of CPUs, and counts nothing there: they run in their plain forms."""
-    torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention
+    fast = torch.backends.mha.get_fastpath_enabled()  # of nn.MultiheadAttention, which rounds otherwise
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        check_stages_work(net, x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def check_stages_work(net: NestedNet, x: Tensor) -> None:
     state: tuple[Tensor, ...] = (x[:1],)
     for number, stage in enumerate(net.stages, start=1):
         with warnings.catch_warnings(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -25,7 +25,7 @@ import nestling
 from nestling import NestlingError
 from nestling.commands import evaluate, export, predict, profile, report
 from nestling.data import load
-from nestling.files import CHECKPOINT, RECIPE
+from nestling.files import CHECKPOINT, NETWORK, RECIPE
 from nestling.recipes.code import HANDED
 from nestling.recipes.recipe import DataRecipe
 from nestling.recipes.strategies import STRATEGIES
@@ -96,6 +96,7 @@ def test_a_folder_holds_data_and_never_code(tmp_path: Path) -> None:
     }
     network = json.loads((tmp_path / "mine" / RECIPE).read_text())["network"]
     HANDED.pop(network["name"])
+    (tmp_path / "mine" / NETWORK).unlink()  # as of folders from before, and of networks that cannot be told as data
     with pytest.raises(NestlingError, match="a folder holds no code"):
         nestling.load(tmp_path / "mine")
     assert nestling.load(tmp_path / "mine", build=nested).plan.stages == 3

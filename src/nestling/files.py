@@ -21,6 +21,7 @@ from nestling.errors import NestlingError
 # errors under deadlines on a busy machine (curve)
 RECIPE, PROVENANCE, LOG, RESULTS = "recipe.json", "provenance.json", "log.jsonl", "results.json"
 WEIGHTS, CHECKPOINT = "weights.safetensors", "checkpoint.safetensors"
+NETWORK = "network.json"  # of a network of the user's own
 OUTPUTS, GALLERY = "outputs.safetensors", "gallery.safetensors"
 PROFILE, CURVE = "profile.json", "curve.json"
 # A folder of exported stages

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nestling.export.joined import joined
+from nestling.nets.modes import unhooked
 from nestling.nets.net import NestedNet, make_cut
 from nestling.nets.ops.cat import Cat
 from nestling.nets.ops.frozen import Op
@@ -31,6 +32,7 @@ class Frozen:
 
 def freeze(net: NestedNet) -> tuple[Frozen, ...]:
     """The stages of a network in evaluation mode, with their own copies of their weights, in float32 on the CPU."""
+    unhooked(net, net.plan.name)
     stages = []
     with torch.no_grad():
         for program in net.plan.programs:

@@ -8,6 +8,7 @@ forbids are zeros: more arithmetic, in fewer and larger pieces. Which way is fas
 from dataclasses import replace
 
 from nestling.nets import NestedNet
+from nestling.nets.modes import unhooked
 from nestling.nets.plan import Plan
 
 VECTOR = 16  # channels that the widest vectors compute at once: narrower stripes take as long as this
@@ -17,6 +18,7 @@ Ends = tuple[int, ...]  # the last birth of each stage that is made of several, 
 
 def joined(net: NestedNet, ends: Ends, first: int = 1) -> NestedNet:
     """The network with births up to each end joined; heads before the stage `first` are left out. `net` keeps its weights."""
+    unhooked(net, net.plan.name)
     plan = join(net.plan, ends, first)
     given = {node.name: net.layer(node.name) for node in plan.nodes if node.op.given}
     made = NestedNet(plan, given)

@@ -308,7 +308,7 @@ def channels_last(value: Tensor) -> bool:
 
 
 def prove(module: nn.Module, net: Extended, shape: Shape, name: str) -> None:
-    """The last answer is the module's own, for two batch sizes; else raise."""
+    """The last answer is the module's own, for two batch sizes, and an image's does not depend on the others; else raise."""
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
     modes = {layer: layer.training for layer in module.modules()}
@@ -317,15 +317,34 @@ def prove(module: nn.Module, net: Extended, shape: Shape, name: str) -> None:
     try:
         module.eval()
         with torch.no_grad():
+            images = torch.randn(max(BATCHES), *shape, generator=torch.Generator().manual_seed(0)).to(first)
+            answers = []
             for batch in BATCHES:
-                x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch)).to(first)
-                mine, theirs = net(x)[-1], module(x)
-                limit = 1e-5 * float(theirs.abs().max())
-                if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=0.0, atol=limit, equal_nan=True):
+                mine, theirs = net(images[:batch])[-1], module(images[:batch])
+                answers.append(mine)
+                if alike(mine, theirs, 1e-5):
+                    continue
+                if not alike(module(images[:batch]), theirs, 1e-5):
                     raise NestlingError(
-                        f"{name}: it was not read right: for {batch} images its last answer is not the module's. This is a "
-                        "fault of nestling's."
+                        f"{name}: cannot give it exits: in evaluation, it answers the same images otherwise each time (dropout "
+                        "that is always on, other random numbers, a count of its calls). Turn that off there: F.dropout(..., "
+                        "training=self.training)"
                     )
+                raise NestlingError(
+                    f"{name}: it was not read right: for {batch} images its last answer is not the module's. Contexts inside it, "
+                    "such as torch.autocast, are not seen: put them around it. Anything else is a fault of nestling's."
+                )
+            least = min(BATCHES)
+            if not alike(answers[1][:least], answers[0][:least], max(1e-3, 100 * torch.finfo(first.dtype).eps)):
+                raise NestlingError(
+                    f"{name}: cannot give it exits: its answer for an image depends on the other images of the batch, or on how "
+                    "many there are (a mean over the batch, x.size(0), batch norm without running statistics)"
+                )
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+
+
+def alike(one: Tensor, other: Tensor, share: float) -> bool:
+    limit = share * float(other.nan_to_num().abs().max())
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True)

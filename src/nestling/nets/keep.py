@@ -18,6 +18,7 @@ from nestling.errors import NestlingError
 from nestling.nets.births import FINEST, Growth, growth_of
 from nestling.nets.early import EARLY, READS, beside, own_part
 from nestling.nets.extended import Extended
+from nestling.nets.modes import unhooked
 from nestling.nets.nest import check_multiple, own_randomness, read_module
 from nestling.nets.net import NestedNet, follow
 from nestling.nets.plan import Plan
@@ -100,6 +101,7 @@ def made_of(sketch: Sketch, shares: Sequence[float], reads: bool, multiple: int,
 
 def joined_to(sketch: Sketch, early: NestedNet, reads: bool, net: str) -> Extended:
     """The network of a sketch after the stages of another: what both were, bit for bit."""
+    unhooked(early, net)
     own = own_form(sketch, net).net
     for what, mine, theirs in (
         ("images", own.plan.input.shape(own.plan.input.channels), early.plan.input.shape(early.plan.input.channels)),

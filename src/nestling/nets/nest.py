@@ -16,6 +16,7 @@ from torch import nn
 
 from nestling.errors import NestlingError
 from nestling.nets.births import grow
+from nestling.nets.modes import unhooked
 from nestling.nets.net import Alone, NestedNet
 from nestling.nets.ops import Operation
 from nestling.nets.plan import Node
@@ -98,6 +99,7 @@ def read_module(module: nn.Module, shape: Shape, proof: bool, net: str) -> Sketc
 def own_sketch(module: NestedNet, shape: Shape, net: str) -> Sketch:
     """A network of ours with one answer is known already: its plan, without births."""
     plan = module.plan
+    unhooked(module, net)
     if len(plan.heads) > 1:
         raise NestlingError(
             f"{net}: it has {len(plan.heads)} stages already; give one of them, as net.subnet({plan.stages})"

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
 from nestling.nets.layers import Cut, MaskAll
+from nestling.nets.modes import unhooked
 from nestling.nets.plan import ChannelRun, Node, NodeWork, Plan
 
 State = tuple[Tensor, ...]
@@ -104,6 +105,7 @@ class NestedNet(nn.Module):
         if made is None or layers != self._staged:
             made = tuple(Stage(self, index).train(self.training) for index in range(len(self.plan.heads)))
             self._stages, self._staged = made, layers
+        unhooked(self, self.plan.name)
         return made
 
     def train(self, mode: bool = True) -> "NestedNet":
@@ -152,6 +154,7 @@ class NestedNet(nn.Module):
                     mine.training = theirs.training
             elif node.op.layered and not node.shares:
                 follow(small.layer(node.name), has_its_weight(node.name, self.layer(node.name)))
+        unhooked(self, self.plan.name)
         small.load_state_dict(cut_state(self.plan, small, kept, self.state_dict()))
         return Alone(small)
 
@@ -218,6 +221,7 @@ class Stage(nn.Module):
                 f"stage {self.program.stage} takes {len(self.program.takes)} tensors of state, found {len(state)}. "
                 "Pass on the state that the stage before returned, or (x,) to the first."
             )
+        unhooked(self.layers, f"stage {self.program.stage}")
         pieces = dict(zip(self.program.takes, state, strict=True))
         for step, cut in zip(self.program.steps, self.cuts, strict=True):
             reads = [fetch(pieces, runs) for runs in step.fetches]

@@ -72,12 +72,14 @@ def own_net(recipe: NetworkRecipe, shape: tuple[int, ...] | None) -> "NestedNet"
     """The network that a function of the user's makes, nested here if it is not yet; its weights are as they come."""
     from torch import nn
 
+    from nestling.nets.modes import unhooked
     from nestling.nets.net import NestedNet
 
     made = handed(recipe.name, "its network", "--build {0} (in Python nestling.resolve(run, build=...))")()
     if isinstance(made, NestedNet):
         if recipe.way:
             raise NestlingError(f"{recipe.name} gives a nested network already; leave out network.way ({recipe.way!r})")
+        unhooked(made, made.plan.name)
         return made
     if not isinstance(made, nn.Module):
         raise NestlingError(f"{recipe.name} gives a {type(made).__name__}; expected a torch module or a nested network")

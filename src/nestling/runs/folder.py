@@ -28,6 +28,7 @@ from nestling.files import (
     GALLERY,
     LOG,
     MANIFEST,
+    NETWORK,
     OUTPUTS,
     PROFILE,
     PROVENANCE,
@@ -41,6 +42,8 @@ from nestling.files import (
     to_text,
     write_atomically,
 )
+from nestling.nets.net import NestedNet
+from nestling.nets.told import account
 from nestling.recipes.recipe import Recipe, from_dict
 from nestling.runs.lock import Lock
 from nestling.runs.provenance import provenance
@@ -83,7 +86,7 @@ class RunDir:
         folder = run._to_write("")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (RECIPE, PROVENANCE, LOG):
+            for name in (RECIPE, PROVENANCE, LOG, NETWORK):
                 (run.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise NestlingError(f"cannot make the run folder {run.path}: {error.strerror}; choose another") from error
@@ -220,6 +223,11 @@ class RunDir:
 
     def save_weights(self, net: nn.Module) -> None:
         self.save_tensors(WEIGHTS, net.state_dict())
+
+    def write_network(self, net: NestedNet) -> None:
+        """What the network is, as data, so that it can be opened without the function that builds it."""
+        text = to_text(account(net), indent=None)
+        write_atomically(self._to_write(NETWORK), text.encode())
 
     def load_weights(self, net: nn.Module) -> None:
         """Fill net with this run's weights, every one of them and no other."""

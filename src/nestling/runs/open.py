@@ -18,9 +18,10 @@ from nestling.data import DataSet, MemorySplit
 from nestling.data import load as load_data
 from nestling.data.augment import normalise
 from nestling.errors import NestlingError
-from nestling.files import GALLERY, OUTPUTS, RESULTS, WEIGHTS
+from nestling.files import GALLERY, NETWORK, OUTPUTS, RESULTS, WEIGHTS
 from nestling.nets import NestedNet, build
-from nestling.recipes.code import UserFunction, hand_over
+from nestling.nets.told import rebuilt
+from nestling.recipes.code import HANDED, UserFunction, hand_over
 from nestling.recipes.recipe import Recipe
 from nestling.runs.evaluate import about
 from nestling.runs.folder import SHIPPED, RunDir
@@ -28,6 +29,8 @@ from nestling.runs.folder import SHIPPED, RunDir
 
 class OpenedRun(RunDir):
     """A run's folder, and what its files mean."""
+
+    named = False  # whether somebody said which function builds its network
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -56,10 +59,29 @@ class OpenedRun(RunDir):
             raise NestlingError(
                 f"{self.path} has no {WEIGHTS} yet: the run did not finish. First finish the run: {self.going_on()}"
             )
-        known = about(data) if data else self.known
-        net = build(self.recipe.network, classes=len(known["classes"]), shape=tuple(known["shape"]))
+        net = self.untrained(data)
         self.load_weights(net)
         return net.to(device).eval()
+
+    def untrained(self, data: DataSet | None = None) -> NestedNet:
+        """The network without its weights: by its recipe; of the user's own by what the folder tells of it, unless somebody names
+        a function. (What another run of this process was given may have the same name.)"""
+        network = self.recipe.network
+        told = self.read_facts(NETWORK) if network.own else {}
+        if told and "missing" not in told and not self.named:
+            try:
+                return rebuilt(told)
+            except NestlingError as error:
+                raise NestlingError(f"{self.path / NETWORK}: {error}") from error
+        known = about(data) if data else self.known
+        try:
+            return build(network, classes=len(known["classes"]), shape=tuple(known["shape"]))
+        except NestlingError as error:
+            if "missing" not in told or network.name in HANDED:
+                raise
+            raise NestlingError(
+                f"{error}. ({NETWORK} cannot tell it without that function: {told['missing']})"
+            ) from error
 
     def data(self, device: torch.device | str = "cpu", sample: bool = False) -> DataSet:
         """The data it was trained on; as a `sample` only its first test images, which come with nestling."""
@@ -128,6 +150,7 @@ def resolve(
                 f"{run.path} is of {run.recipe.network.name}, which comes with us; build is for a network of your own"
             )
         hand_over(build, run.recipe.network.name)
+        run.named = True
     theirs = run.recipe.data
     if data and theirs.name == "own":
         hand_over(data, theirs.root)

@@ -309,6 +309,8 @@ class Training:
     def finish(self) -> dict[str, Any]:
         """Save the weights that were asked for (averaged ones, if so) and judge them."""
         with self.step.average.applied() if self.step.average else nullcontext(), disk_explained(self.run):
+            if self.recipe.network.own:
+                self.run.write_network(self.net)
             self.run.save_weights(self.net)
             split = "validation" if self.recipe.data.validation else "test"
             return evaluate.store(self.run, self.net, self.data, split, self.examined, self.recipe.train)

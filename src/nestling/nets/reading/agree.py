@@ -151,7 +151,13 @@ class Both:
         self.one.zero_grad()
         x = noise(self.module, case.batch, case.shape)
         before = {key: value.clone() for key, value in self.module.named_buffers()}
-        theirs, their_image = self.run(self.module, x, case)
+        try:
+            theirs, their_image = self.run(self.module, x, case)
+        except RuntimeError as error:  # of the module's own, which was only recorded so far
+            mode = "training" if case.training else "evaluation"
+            raise NestlingError(
+                f"{self.net}: cannot nest it: in {mode}, with gradients, torch cannot run the module itself ({error})"
+            ) from error
         mine, my_image = self.run(self.answer, x, case)
         self.check("the answers", mine, theirs, case)
         if case.gradients and theirs.requires_grad:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from nestling.errors import NestlingError
+from nestling.nets.modes import hooked
 from nestling.nets.ops import Input
 from nestling.nets.ops.calls import DROP_PATHS, Call, DropPath
 from nestling.nets.plan import Node
@@ -81,16 +82,11 @@ def check_shapes_known(module: nn.Module, net: str) -> None:
 
 def check_hooks(module: nn.Module, net: str) -> None:
     """Hooks run beside the operations, where a nest would not see them."""
-    for path, layer in module.named_modules():
-        kinds = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-        for hook in (hook for hooks in kinds for hook in hooks.values()):
-            where = f"{path} ({type(layer).__name__})" if path else "it"
-            called = getattr(hook, "__name__", type(hook).__name__)
-            raise NestlingError(
-                f"{net}: cannot nest {where}: it has a hook, {called}, which a nest would not run. "
-                "Remove it first (weight norm, spectral norm and pruning of the old kind by their own remove functions) "
-                "and put it on the nested layer afterwards."
-            )
+    if found := hooked(module):
+        raise NestlingError(
+            f"{net}: cannot nest {found[0]}: it has a hook, {found[1]}, which a nest would not run. "
+            "Remove it first (weight norm, spectral norm and pruning of the old kind by their own remove functions)."
+        )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise NestlingError(
