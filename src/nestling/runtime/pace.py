@@ -42,7 +42,9 @@ class Pace:
         learnt from what is observed."""
         self.steps = [Timing(latency) for latency in latencies or [0.0] * stages]
         self.jumps = [self.steps[0], *(Timing(latency) for latency in jumps or [0.0] * (len(self.steps) - 1))]
-        for step, jump in zip(self.steps, self.jumps, strict=True):  # after the stages before one has worked as long as at once
+        for step, jump in zip(
+            self.steps, self.jumps, strict=True
+        ):  # after the stages before one has worked as long as at once
             jump.caught = step.caught
         self.crowded = False  # whether others wanted the processor when the question came that is answered now
         self.waits = {False: Waits(), True: Waits()}
