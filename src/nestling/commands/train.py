@@ -12,7 +12,7 @@ from rich.text import Text
 from nestling.commands import evaluate
 from nestling.errors import NestlingError
 from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import override
+from nestling.recipes.recipe import override, refuse_idle
 from nestling.runs.folder import RunDir, own_words
 from nestling.studies.fit import fit
 from nestling.train import train
@@ -71,6 +71,7 @@ def command(
             f"{RunDir(resume).going_on()}"
         )
     chosen = override(named(recipe) if recipe else RunDir.open(resume).read_recipe(), set)
+    refuse_idle(set, [chosen])
     path = resume or out or f"runs/{chosen.name}"
     words = " ".join(["nestling train", recipe or f"--resume {resume}", *(f"--set {each}" for each in set)])
     found = train(chosen, path, bool(resume), words, quiet, seconds, since_process_began())
