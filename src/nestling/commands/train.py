@@ -54,6 +54,12 @@ def command(
         loss: a function of your own, of outputs and targets.
         error: a function of your own: of all outputs and targets, the error of each sample from 0 to 1.
     """
+    if not minutes >= 0:
+        raise NestlingError(f"--minutes is {minutes:g}; expected how many, or 0 for no end but the run's")
+    if out and resume and Path(out) != Path(resume):
+        raise NestlingError(
+            f"--resume {resume} goes on in that folder, so --out {out} means nothing; leave out one of them"
+        )
     seconds = 60 * minutes if minutes else float("inf")
     if is_function(recipe):
         return own(recipe, data, out or resume, way, teacher, loss, error, set, bool(resume), seconds, quiet)
