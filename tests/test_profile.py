@@ -426,6 +426,7 @@ def test_broken_pictures_are_named_and_the_others_answered(
     (folder / broken[1]).write_text("no picture")
     (folder / broken[2]).symlink_to(tmp_path / "nowhere.png")
     (folder / "folder.png").mkdir()
+    (folder / "._2.png").write_bytes(b"what macOS keeps beside 2.png")
     words = [sys.executable, "-m", "nestling", "predict", str(run), str(folder), "--device", "cpu", *form]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 1
