@@ -17,7 +17,7 @@ from conftest import finding
 
 from nestling import __version__
 from nestling.__main__ import entry
-from nestling.commands import cli
+from nestling.commands import cli, waiting
 from nestling.commands.cli import COMMANDS, Command, main
 from nestling.nets import NETS
 from nestling.recipes import RECIPES
@@ -26,6 +26,7 @@ from nestling.runs.folder import shipped
 # A command as any other: it works, talks on stdout (by itself and through a child) and fails on request.
 SAMPLE = '''
 import subprocess, time
+from nestling.commands import waiting
 from nestling.errors import NestlingError
 
 def command(recipe: str, extra: tuple[str, ...], run: str = "", set: tuple[str, ...] = (), quick: bool = False) -> dict:
@@ -48,6 +49,9 @@ def command(recipe: str, extra: tuple[str, ...], run: str = "", set: tuple[str, 
         stop = KeyboardInterrupt("stopped after epoch 1; go on")
         stop.code = 143
         raise stop
+    if recipe == "long":
+        waiting.at("trying")
+        time.sleep(0.25)
     if recipe == "slow":
         time.sleep(60)
     if recipe == "half":
@@ -65,6 +69,23 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sample_command", raising=False)
     monkeypatch.setitem(cli.COMMANDS, "sample", Command("sample_command", "try things out"))
+
+
+@pytest.mark.parametrize("name", ["runs/[old]", "[/x]", ":dog:"])
+def test_names_are_shown_as_they_are(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of folders and classes, which anybody may have called something that rich would read as markup, or as an emoji."""
+    assert main(["sample", name, "x"]) == 0
+    assert f"tried {name}" in capfd.readouterr().out
+
+
+def test_who_waits_hears_of_a_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(waiting, "FIRST", 0.1)
+    assert main(["sample", "long", "x", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["recipe"] == "long"
+    assert "nestling sample: trying (0 s so far)\n" in err
+    assert main(["sample", "long", "x"]) == 0 and main(["sample", "now", "x"]) == 0
+    assert capfd.readouterr().err.count("so far") == 1
 
 
 def test_people_get_a_table(capfd: pytest.CaptureFixture[str]) -> None:

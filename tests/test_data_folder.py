@@ -197,6 +197,18 @@ def test_unreadable_pictures_are_skipped_and_counted_when_asked(root: Path, work
         assert len(epoch(train, 0)[0]) == 19
 
 
+def test_pictures_are_counted_as_answers_are_where_some_cannot_be_read(root: Path) -> None:
+    """The report shows test pictures by the place of their answers."""
+    before = splits(root)[1]
+    Path(before.files[2]).write_bytes(b"spoilt")
+    test = splits(root, skip_unreadable=True)[1]
+    with pytest.warns(UserWarning):
+        _, labels = epoch(test, None)
+    good = [position for position in range(len(test)) if position != 2]
+    assert torch.equal(labels, before.labels[good])
+    assert torch.equal(test.pictures(torch.arange(11)), before.pictures(torch.tensor(good)))
+
+
 def test_a_folder_of_nothing_readable_is_an_error(root: Path) -> None:
     for file in (root / "train").rglob("*.*"):
         file.write_text("no")
@@ -210,6 +222,11 @@ def remove_pictures(folder: Path) -> None:
         file.unlink()
 
 
+def leave_one_class(root: Path) -> None:
+    for name in ("bee", "cat"):
+        shutil.rmtree(root / "train" / name)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -220,6 +237,16 @@ def remove_pictures(folder: Path) -> None:
         (lambda root: (root / "train").rename(root / "x") and (root / "train").mkdir(), "/train has no class folders"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), "/val/cats is no class .*did you mean cat"),
         (lambda root: shutil.rmtree(root / "val" / "cat"), "/val lacks the class folder cat"),
+        (
+            lambda root: (root / "train" / "bee" / "x").symlink_to(root / "train"),
+            "bee/x is a link to a folder that holds",
+        ),
+        (
+            lambda root: (root / "val" / "bee" / "x").symlink_to(root / "val" / "bee"),
+            "bee/x is a link to a folder that",
+        ),
+        (lambda root: (root / "train" / "dog").symlink_to(root / "gone"), "dog is a link to what is not there"),
+        (lambda root: leave_one_class(root), "has one class, ant"),
         (lambda root: shutil.rmtree(root), "there is no folder .*; data.root must hold train/CLASS"),
     ],
 )
@@ -242,6 +269,7 @@ def test_pictures_in_subfolders_of_a_class_are_found(root: Path) -> None:
         (root / "train" / name / "images").mkdir()
         for picture in (root / "train" / name).glob("[1-3].*"):
             picture.rename(picture.parent / "images" / picture.name)
+    (root / "train" / "bee" / "._1.png").write_bytes(b"what macOS keeps beside 1.png")
     (root / "train" / "bee" / ".trash").mkdir()
     (root / "train" / "bee" / ".trash" / "9.png").write_bytes(b"gone")
     train, _ = splits(root)

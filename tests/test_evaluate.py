@@ -1,8 +1,11 @@
 """What is said of a network's answers: errors, calibration, repairs and breaks, by hand; and that a run says it again."""
 
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from nestling.recipes import named
 from nestling.recipes.recipe import NetworkRecipe, override
 from nestling.runs.evaluate import BINS, calibration, errors, gallery, judge, top5
 from nestling.runs.folder import RunDir
+from nestling.runtime.runtime import Runtime
 from nestling.train import train
+
+OLD = Path(__file__).parent / "old" / "finished"
 
 
 def certain(answers: list[list[int]], classes: int = 10) -> torch.Tensor:
@@ -88,6 +94,22 @@ def test_what_cannot_be_stored_is_shown_all_the_same(
     out, err = capsys.readouterr()
     assert "error %" in out and err.startswith(f"nestling: measured, but not stored: cannot write {run}")
     assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("classes", None), ("classes", ["\ud800", "b"]), ("shape", 5), ("shape", [-1, 8, 8]), ("shape", [10**30, 8, 8]),
+        ("mean", True), ("std", ["x"]), ("prior", 1e308), ("stages", None), ("stages", [[1]]), ("stages", [{}]),
+        ("stages", [{"error": None}]),
+    ],
+)  # fmt: skip
+def test_results_that_are_damaged_are_refused_in_words(key: str, value: Any, tmp_path: Path) -> None:
+    run = shutil.copytree(OLD, tmp_path / "run")
+    found = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps(found | {key: value}))
+    with pytest.raises(NestlingError, match=f"results.json is damaged: {key} is .*nestling evaluate .* writes it anew"):
+        Runtime(run)
 
 
 def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:

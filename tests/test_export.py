@@ -3,6 +3,7 @@
 import copy
 import json
 import operator
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
 from nestling.export.graph import must_trace, write_stage
-from nestling.export.manifest import read_manifest
+from nestling.export.manifest import FORMAT, read_manifest
 from nestling.export.torchstage import TorchStage
+from nestling.export.write import whole_folder
+from nestling.files import MANIFEST
 from nestling.nets import NETS, NestedNet, build
 from nestling.nets.draft import Draft
 from nestling.nets.nest import nest
@@ -478,9 +481,37 @@ def test_a_folder_of_other_things_is_not_overwritten(tmp_path: Path) -> None:
         export_net(net, bare_spec(net), tmp_path, x)
     with pytest.raises(NestlingError, match="is a file"):
         export_net(net, bare_spec(net), tmp_path / "precious.txt", x)
+    for name, text in (("site", '{"name": "somebody\'s web page"}'), ("broken", "{")):  # others have manifests, too
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(text)
+        with pytest.raises(NestlingError, match="other things"):
+            export_net(net, bare_spec(net), tmp_path / name, x)
+    export_net(net, bare_spec(net), tmp_path / "stages", x)
+    (tmp_path / "stages" / "notes.md").write_text("mine")
+    with pytest.raises(NestlingError, match="other things"):
+        export_net(net, bare_spec(net), tmp_path / "stages", x)
+    assert (tmp_path / "stages" / "notes.md").read_text() == "mine"
     with pytest.raises(NestlingError, match="a name of its own, such as export"):
         export_net(net, bare_spec(net), ".", x)
     assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_two_that_export_to_one_place_do_not_mix(tmp_path: Path) -> None:
+    """Each fills a folder of its own; the last one stays, whole."""
+    folder = tmp_path / "stages"
+    with whole_folder(folder) as first:
+        (first / "a").write_text("a")
+        with whole_folder(folder) as second:
+            (second / MANIFEST).write_text(json.dumps({"format": FORMAT, "stages": []}))
+        assert [path.name for path in folder.iterdir()] == [MANIFEST] and (first / "a").read_text() == "a"
+        left = tmp_path / ".stages.x.tmp"
+        left.mkdir()
+        os.utime(left, (0, 0))
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    (folder / "a").unlink()
+    with whole_folder(folder):
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["stages"]
 
 
 def test_exporting_leaves_the_network_as_it_was(tmp_path: Path) -> None:

@@ -512,6 +512,24 @@ def test_a_teacher_may_be_named_by_a_path_and_a_net_may_take_no_images(tmp_path:
         nestling.fit(net, tmp_path / "folder", out=tmp_path / "flat")
 
 
+def test_a_loaders_own_batch_counts_and_no_other_is_written_down(tmp_path: Path) -> None:
+    train, test = (floats(pair) for pair in digits())
+    with pytest.raises(NestlingError, match=r"train\.batch is 16, and the training loader's batches are of 32"):
+        nestling.fit(nested(), loader(train), test, out=tmp_path / "other", set="train.batch=16", epochs=1, quiet=True)
+    given = lambda: (loader(train), test)  # noqa: E731  a function, whose batches nobody knows before
+    run = nestling.fit(nested(), given, out=tmp_path / "run", epochs=1, quiet=True, repeats=0)
+    [line] = run.read_log()
+    images = line["images_per_second"] * line["seconds"]
+    assert images == pytest.approx(len(loader(train)) * 32, rel=0.1)
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    (x, y), _ = (floats(pair) for pair in digits())
+    net = nestling.nest(nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(288, 1)), "w", shape=(1, 8, 8))
+    with pytest.raises(NestlingError, match="answers with one class"):
+        nestling.fit(net, (x, 0 * y), (x, 0 * y), out=tmp_path / "one", epochs=1, quiet=True)
+
+
 def test_a_single_setting_may_be_text(tmp_path: Path) -> None:
     run = nestling.fit(nested(), *digits(), out=tmp_path, epochs=3, set="train.epochs=1", quiet=True, repeats=0)
     assert len(run.read_log()) == 1

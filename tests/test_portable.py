@@ -267,7 +267,7 @@ SPOILT: list[tuple[Callable[[Path], Any], str]] = [
     (edit(lambda m: m["stages"].pop()), "lists 2 graphs for 3"),
     (edit(lambda m: m["stages"][0].update(file="../stage1.onnx")), "not inside the folder"),
     (edit(lambda m: m["stages"][1]["takes"].append("nowhere@1")), "what shape"),
-    (edit(lambda m: m["shapes"].update(input=[1, 9, 9])), "not the one described"),
+    (edit(lambda m: m["shapes"].update(input=[1, 9, 9])), "its network takes"),
     (edit(lambda m: m["network"]["classes"].append("eleventh")), "prior|not the one described"),
     (edit(lambda m: m.update(form="pt2")), "--format onnx"),
     (lambda f: (f / "stage1.onnx").unlink(), "cannot read"),
@@ -285,7 +285,7 @@ SPOILT: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / MANIFEST).write_text("[" * 100_000), "nested too deeply"),
     (text('"latencies": [1e999]'), "1e999 is not a number"),
     (text('"latencies": [NaN]'), "NaN is not a number"),
-    (edit(lambda m: m.update(latencies=[-1])), "no seconds"),
+    (edit(lambda m: m.update(latencies=[-1])), "not seconds"),
     (edit(lambda m: m["network"].update(mean=[10**400], std=[1])), "does not describe"),
     (edit(lambda m: m["network"].update(shape=[1, 100_000, 100_000])), "at most 268,435,456 values"),
     (edit(lambda m: m["shapes"].update(input=[100_000, 100_000, 1])), "at most 268,435,456 values"),
@@ -296,6 +296,16 @@ SPOILT: list[tuple[Callable[[Path], Any], str]] = [
     (edit(lambda m: m["network"].update(name="\0")), "without NUL"),
     (edit(lambda m: m["stages"][0].update(takes=["input", "input"])), "repeat"),
     (edit(lambda m: m["stages"][0].update(sha256=5)), "5 is no name"),
+    (edit(lambda m: m["stages"][0].update(file="\ud800")), "is no name"),
+    (edit(lambda m: m["stages"][0].update(stage=2)), "its graph 1 is said to be stage 2"),
+    (edit(lambda m: m["stages"][0].update(size="w9")), "its graph 1 is said to be stage 1, 'w9'"),
+    (edit(lambda m: m["network"].update(shape=[8, 8, 1])), "its network takes"),
+    (edit(lambda m: m["network"]["classes"].__setitem__(0, "\ud800")), "is no name"),
+    (edit(lambda m: m["network"].update(part=1e-320)), "expected a number from 0.01 to 1"),
+    (edit(lambda m: m["network"].update(part=True)), "expected a number from 0.01 to 1"),
+    (edit(lambda m: m.update(latencies=[0.1])), "not seconds of 3 stages"),
+    (edit(lambda m: m.update(precision="int4")), "its precision 'int4'"),
+    (edit(lambda m: m.update(about=[])), "about is a list"),
 ]
 
 
@@ -407,7 +417,7 @@ def test_a_manifest_is_what_its_schema_says(folder: Path) -> None:
     for spoil in (
         {"version": 2}, {"form": "tf"}, {"more": 1}, {"shapes": {"input": [0]}}, {"latencies": [-1.0]},
         {"stages": [found["stages"][0] | {"file": "../x"}]}, {"stages": [found["stages"][0] | {"sha256": "x"}]},
-        {"network": found["network"] | {"errors": [2.0]}},
+        {"network": found["network"] | {"errors": [-1.0]}}, {"network": found["network"] | {"part": 0}},
     ):  # fmt: skip
         assert not fits(found | spoil, schema), spoil
     assert not fits({key: value for key, value in found.items() if key != "shapes"}, schema)

@@ -88,3 +88,10 @@ def test_python_block(folder: Path, number: int) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    if "print(" in code:
+        assert done.stdout.strip(), "what a reader is to see was not printed"
+
+
+def test_the_block_about_your_own_network_says_what_it_made() -> None:
+    [block] = [block for block in blocks("python") if "nestling.keep(" in block]
+    assert block.strip().splitlines()[-1].startswith("print(")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import NestlingError, nearest
+from nestling.recipes.idle import COMBINERS, RULES
 from nestling.recipes.recipe import (
     DataRecipe,
     NetworkRecipe,
@@ -19,6 +21,7 @@ from nestling.recipes.recipe import (
     from_json,
     keys,
     override,
+    refuse_idle,
 )
 
 RECIPE = Recipe("plain")
@@ -107,6 +110,54 @@ def test_a_bad_override_says_what_was_found_and_what_is_valid(setting: str, word
 def test_recipes_built_in_python_meet_the_same_checks(build: Any) -> None:
     with pytest.raises(NestlingError):
         build()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["data.root=/nowhere"], "these data need no files"),
+        (["data.name=cifar10", "data.size=64"], "it is for data.name=folder"),
+        (["data.workers=9"], "it is for data.name=folder"),
+        (["data.skip_unreadable=true"], "it is for data.name=folder"),
+        (["data.name=own", "data.root=a:b", "data.augment=false"], "data of your own come as you hand them over"),
+        (["data.name=own", "data.root=a:b", "data.cutmix=0.5"], "data of your own come as you hand them over"),
+        (["network.way=keep"], "it is for a network of your own"),
+        (["network.name=a:b", "network.stripes=1,1"], "comes as your function builds it"),
+        (["network.name=a:b", "network.alone=2"], "comes as your function builds it"),
+        (["strategy.damping=0.5"], "it is for strategy.name=damped, not osgd"),
+        (["strategy.constant=3"], "it is for strategy.name=osgd-norm or normsgd, not osgd"),
+        (["strategy.name=sgd", "strategy.order=3,2,1"], "not sgd"),
+        (["strategy.name=sgd", "strategy.refresh=5"], "this strategy's weights do not follow from gradients"),
+        (["train.schedule=cosine", "train.gamma=0.5"], "it is for train.schedule=step"),
+        (["train.schedule=cosine", "train.milestones=1,2"], "it is for train.schedule=step"),
+        (["train.teaches=last"], "there is no train.teacher"),
+        (["train.distill_temperature=7"], "train.distill is 0"),
+        (["train.loss=a:b", "train.smoothing=0.1"], "the loss is your own"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(settings: list[str], why: str) -> None:
+    key = settings[-1].partition("=")[0]
+    with pytest.raises(NestlingError, match=f"{re.escape(key)} would have no effect: .*{re.escape(why)}"):
+        refuse_idle(settings, [override(RECIPE, settings)])
+    refuse_idle(settings[:-1], [override(RECIPE, settings[:-1])])
+    usual = f"{key}={as_text(at(RECIPE, key))}"
+    refuse_idle([usual], [RECIPE])
+
+
+def test_a_setting_that_means_something_in_one_run_of_several_is_not_refused() -> None:
+    runs = [override(RECIPE, [f"strategy.name={name}", "strategy.constant=2"]) for name in ("osgd", "normsgd")]
+    refuse_idle(["strategy.constant=2"], runs)
+
+
+def test_every_field_with_rules_is_one() -> None:
+    named = {field for fields, _, _ in RULES for field in fields} | {f"strategy.{name}" for name in COMBINERS}
+    assert named <= set(keys())
+
+
+def test_numbers_that_float32_cannot_hold_are_refused() -> None:
+    for setting in ("train.lr=1e300", "train.weight_decay=1e39", "strategy.importance=1e300,1,1"):
+        with pytest.raises(NestlingError, match="at most 1e"):
+            override(RECIPE, [setting])
 
 
 def test_of_two_settings_of_one_key_the_later_counts() -> None:

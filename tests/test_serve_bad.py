@@ -46,6 +46,16 @@ def running() -> Iterator[Running]:
         made.end()
 
 
+@pytest.mark.parametrize("name", ["timeout_ms", "deadline", "Confident", "nonsense"])
+def test_parameters_that_mean_nothing_are_refused(running: Running, name: str) -> None:
+    status, said, _ = running.post(PATH, infer_json(parameters={name: 5}))
+    assert status == 400 and name in said["error"] and "timeout, confident, prior, refine" in said["error"]
+    status, _, _ = running.post(
+        PATH, infer_json(parameters={"priority": 1, "triton_enable_empty_final_response": True})
+    )
+    assert status == 200
+
+
 @pytest.fixture(autouse=True)
 def still_well(running: Running) -> Iterator[None]:
     """After every test the server answers, and holds nothing of what it refused."""

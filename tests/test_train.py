@@ -524,3 +524,17 @@ def test_mixed_images_are_learnt_as_shares_of_classes(tmp_path: Path, strategy: 
     train(recipe, str(tmp_path / "run"))
     (line, *_) = RunDir(tmp_path / "run").read_log()
     assert all(1.5 < loss < 4 for loss in line["train_loss"] if loss), line["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["digits-width", "--minutes", "-1"], "--minutes is -1"),
+        (["digits-width", "--minutes", "nan"], "--minutes is nan"),
+        (["--resume", "here", "--out", "there"], "--out there means nothing"),
+        (["digits-width", "--set", "data.size=64"], "data.size would have no effect"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *words, "--quiet"]) == 1
+    assert why in capsys.readouterr().err

@@ -82,6 +82,17 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
+def is_text(found: object) -> bool:
+    """Text that files, terminals and clients can be given: no NUL, no half of a character."""
+    if not isinstance(found, str) or "\0" in found:
+        return False
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def from_text(text: str | bytes) -> Any:
     """The value of a JSON text; ValueError where it is none, is nested too deeply, or has numbers that are none."""
     try:

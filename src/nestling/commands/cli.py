@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestling import __version__
+from nestling.commands.waiting import heard_of
 from nestling.errors import CtrlC, NestlingError, nearest, tell
 from nestling.files import to_text
 
@@ -50,6 +51,8 @@ COMMANDS: dict[str, Command] = {
         "paper": "set results beside the paper's",
     }.items()
 }
+
+SPEAK = ("demo", "train", "sweep", "serve", "paper")  # these say themselves how far they are, once they have begun
 
 EVERYWHERE = (
     ("--json", 'print one JSON document on stdout and nothing else there ({"error": ...} where there is no result)'),
@@ -106,9 +109,10 @@ def run(words: Sequence[str], as_json: bool) -> int:
         near = nearest(name, COMMANDS)
         tell(f"unknown command {name!r}; did you mean {near}? See nestling --help", as_json)
         return 2
-    import tyro  # here, because the overview should not wait for it
+    with contextlib.nullcontext() if name == "serve" else heard_of(name):  # whose lines on stderr are JSON
+        import tyro  # here, because the overview should not wait for it
 
-    module = importlib.import_module(COMMANDS[name].module)
+        module = importlib.import_module(COMMANDS[name].module)
     style = (tyro.conf.PositionalRequiredArgs, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
     try:
         call = tyro.cli(
@@ -123,7 +127,8 @@ def run(words: Sequence[str], as_json: bool) -> int:
             right = f"nestling {name} --help lists the right ones"
             tell(f"wrong arguments (stderr says which); {right}", as_json, said=True)
         return stop.code if isinstance(stop.code, int) else 2
-    with stdout_to_stderr() if as_json else contextlib.nullcontext():
+    told = contextlib.nullcontext() if name in SPEAK else heard_of(name)
+    with told, stdout_to_stderr() if as_json else contextlib.nullcontext():
         result = call()
     if not result:
         return 0  # one of several ranks that has nothing of its own to say
@@ -131,7 +136,7 @@ def run(words: Sequence[str], as_json: bool) -> int:
     if as_json:
         print(to_text({**result, "error": missing} if missing else result), flush=True)
     else:
-        Console().print(module.show(result))
+        Console(markup=False, emoji=False).print(module.show(result))  # names are shown as they are
         sys.stdout.flush()
     if missing:
         tell(missing, as_json=False)  # the document that was printed says it, too

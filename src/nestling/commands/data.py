@@ -15,6 +15,7 @@ import torch
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn, track
 from rich.table import Table
+from rich.text import Text
 
 from nestling.data import DATASETS, load, tiny_imagenet
 from nestling.data.cifar10_prepare import Source, pack, prepare
@@ -118,7 +119,7 @@ def show(result: dict[str, object]) -> RenderableType:
             text = listed(value)
         else:
             text = f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(f"[bold]{words.get(key, key).replace('_', ' ')}[/]", text)
+        table.add_row(Text(words.get(key, key).replace("_", " "), style="bold"), text)
     return Group(table)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
+from nestling.commands import waiting
 from nestling.commands.describe import amount
 from nestling.errors import NestlingError
 from nestling.runs.device import pick_device
@@ -21,8 +22,10 @@ def command(run: str, device: str = "auto", sample: bool = False, build: str = "
         build: the function that builds a network of your own, such as my_file.py:build.
         data: the function that gives data of your own, such as my_file.py:loaders.
     """
+    waiting.at(f"opening {run}")
     chosen, opened = pick_device(device, "--device "), resolve(run, build, data)
     found_data = opened.data(chosen, sample)
+    waiting.at(f"asking {run} about {len(found_data.test):,} pictures or the like")
     split = "validation" if opened.recipe.data.validation and not sample else "test"
     found, tensors = evaluate(opened.net(chosen, found_data), found_data, split, train=opened.recipe.train)
     if sample or opened.comes_with_us:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from nestling.commands import waiting
 from nestling.data import DataSet
 from nestling.errors import NestlingError
 from nestling.files import OUTPUTS
@@ -45,6 +46,7 @@ def command(
         raise NestlingError(f"int8 is for onnx, found format {format!r}; leave out one of the two")
     if images < 0:
         raise NestlingError(f"found images {images}; expected how many test images, or 0 for all")
+    waiting.at(f"writing the stages of {run} and verifying them")
     opened = resolve(run, build, data)
     net = opened.net()
     spec = spec_of(opened, net)

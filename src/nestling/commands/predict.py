@@ -14,9 +14,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nestling.commands import waiting
 from nestling.errors import NestlingError
 from nestling.runs.device import pick_device
 from nestling.runs.open import resolve
+from nestling.runtime.inputs import check_threads
 from nestling.runtime.runtime import Runtime
 
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -41,7 +43,7 @@ def command(
         deadline_ms: milliseconds for each picture; 0 = all stages.
         device: auto, cpu or cuda.
         engine: auto (the fastest there is), onnx, openvino, eager or graph.
-        threads: CPU threads; more are faster on a quiet machine, one keeps its pace on a busy one.
+        threads: CPU threads, 0 for all cores; more are faster on a quiet machine, one keeps its pace on a busy one.
         loss: stop early where an answer is sure enough, losing at most this share of accuracy, such as 0.005; -1 = never.
         build: the function that builds a network of your own, such as my_file.py:build.
     """
@@ -52,12 +54,12 @@ def command(
         raise NestlingError(
             f"found a loss of {loss}; expected a share of accuracy, such as 0.005, or -1 (never stop early)"
         )
-    if threads < 1:
-        raise NestlingError(f"found {threads} threads; expected at least 1")
+    check_threads(threads)
     pick_device(device, "--device ")  # is refused before anything that takes time
     problems = {path: problem for path in paths if (problem := absent(path))}
     for problem in problems.values():  # before anything that takes time
         say(problem)
+    waiting.at(f"opening {run}")
     with Runtime(resolve(run, build) if build else run, device, engine, threads) as runtime:
         if len(runtime.spec.shape) != 3:
             raise NestlingError(
@@ -67,6 +69,7 @@ def command(
             runtime.stop_when_sure(loss)
         limit = deadline_ms / 1e3 if deadline_ms else None
         answered: list[dict[str, Any]] = []
+        waiting.at(f"answering {len(paths)} pictures")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a deadline of")  # is in milliseconds here, and cannot be mistaken
             for path in paths:
@@ -84,11 +87,17 @@ def find(names: tuple[str, ...]) -> list[Path]:
         raise NestlingError("found an empty name for a picture; give files or folders")
     found: list[Path] = []
     for path in map(Path, names):
-        inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in PICTURES and not each.is_dir())
+        below = (each for each in path.rglob("*") if not hidden(each.relative_to(path)))
+        inside = sorted(each for each in below if each.suffix.lower() in PICTURES and not each.is_dir())
         found += inside or [path]
     if not found:
         raise NestlingError("no picture was named; give files or folders")
     return found
+
+
+def hidden(path: Path) -> bool:
+    """Whether it, or a folder on the way, is not for people to see: thumbnails and what systems keep beside files."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def absent(path: Path) -> str:

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
+from nestling.commands import waiting
 from nestling.commands.describe import amount
 from nestling.errors import NestlingError
 from nestling.studies.live import live as compare
@@ -55,8 +56,10 @@ def command(
     if live and (build or teacher):
         raise NestlingError("--live takes networks that nestling builds by name; leave --build and --teacher out")
     if live:
+        waiting.at(f"asking {run} and its rivals")
         print(f"asking {run} and its rivals {questions} questions each, in turn", file=sys.stderr, flush=True)
         return compare(run, against, load, deadlines, questions, trace=read_trace(Path(trace)) if trace else ())
+    waiting.at(f"measuring {run}, each condition {repeats} times")
     if against or trace:
         raise NestlingError(f"--{'against' if against else 'trace'} is for --live: add that")
     return profile(run, device, engine, threads or (1,), batch or (1,), repeats, dry, build, teacher)

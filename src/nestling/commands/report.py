@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from nestling.commands import waiting
 from nestling.errors import NestlingError
 
 
@@ -28,6 +29,7 @@ def command(runs: tuple[str, ...], out: str = "report.html", live: tuple[str, ..
     page = Path(out)
     if page.suffix.lower() not in (".html", ".htm"):
         raise NestlingError(f"--out is {out!r}; expected a file that ends in .html, such as report.html")
+    waiting.at(f"drawing {page}")
     return write(runs, page, live)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nestling.recipes import named
-from nestling.recipes.recipe import override
+from nestling.recipes.recipe import override, refuse_idle
 from nestling.studies.paper.results import collect, compare
 from nestling.studies.sweep.axes import grid_runs
 from nestling.studies.sweep.driver import ROWS, SweepRun, Workplace, as_told, sweep
@@ -50,6 +50,7 @@ def command(
     base = override(named(recipe), set)
     folder = Path(out or f"runs/sweep-{base.name}")
     runs = grid_runs(base, grid)
+    refuse_idle((*set, *grid), [made for _, made in runs])
     options = [*(f"--grid {each}" for each in grid), *(f"--set {each}" for each in set)]
     with told(quiet) as tell:
         every = sweep(runs, folder, place(on, beside), " ".join([f"nestling sweep {recipe}", *options]), tell)

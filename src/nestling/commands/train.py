@@ -12,7 +12,7 @@ from rich.text import Text
 from nestling.commands import evaluate
 from nestling.errors import NestlingError
 from nestling.recipes import RECIPES, named
-from nestling.recipes.recipe import override
+from nestling.recipes.recipe import override, refuse_idle
 from nestling.runs.folder import RunDir, own_words
 from nestling.studies.fit import fit
 from nestling.train import train
@@ -54,6 +54,12 @@ def command(
         loss: a function of your own, of outputs and targets.
         error: a function of your own: of all outputs and targets, the error of each sample from 0 to 1.
     """
+    if not minutes >= 0:
+        raise NestlingError(f"--minutes is {minutes:g}; expected how many, or 0 for no end but the run's")
+    if out and resume and Path(out) != Path(resume):
+        raise NestlingError(
+            f"--resume {resume} goes on in that folder, so --out {out} means nothing; leave out one of them"
+        )
     seconds = 60 * minutes if minutes else float("inf")
     if is_function(recipe):
         return own(recipe, data, out or resume, way, teacher, loss, error, set, bool(resume), seconds, quiet)
@@ -71,6 +77,7 @@ def command(
             f"{RunDir(resume).going_on()}"
         )
     chosen = override(named(recipe) if recipe else RunDir.open(resume).read_recipe(), set)
+    refuse_idle(set, [chosen])
     path = resume or out or f"runs/{chosen.name}"
     words = " ".join(["nestling train", recipe or f"--resume {resume}", *(f"--set {each}" for each in set)])
     found = train(chosen, path, bool(resume), words, quiet, seconds, since_process_began())

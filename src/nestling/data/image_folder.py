@@ -60,7 +60,9 @@ class FolderSplit:
         return self._stream(requests(order, seeds, slices(len(self), batch, drop_last)))
 
     def pictures(self, indices: Tensor) -> Tensor:
-        images, _, failures = together([PictureFiles(self.files, self.size)[i, None] for i in indices.tolist()])
+        """Of those that can be read, as far as is known: so they are counted where answers are."""
+        known = [position for position, file in enumerate(self.files) if file not in self.skipped]
+        images, _, failures = together([PictureFiles(self.files, self.size)[known[i], None] for i in indices.tolist()])
         for position, reason in failures:
             raise self._refused(position, reason)
         return images
@@ -139,6 +141,10 @@ def load(recipe: DataRecipe, device: torch.device | str = "cpu") -> DataSet:
     need_pillow()
     root = place(recipe.root)
     classes = class_names(root / "train")
+    if len(classes) < 2:
+        raise NestlingError(
+            f"{root / 'train'} has one class, {classes[0]}, so that no answer could be wrong; add others"
+        )
     files, labels = scan(root / "train", classes)
     kept, held = choose(len(files), recipe)
     mean, std = (torch.tensor(values, device=device) for values in (MEAN, STD))
@@ -175,7 +181,10 @@ def class_names(part: Path) -> tuple[str, ...]:
     """The class folders of one part, in alphabetical order: a class's number is its place there."""
     if not part.is_dir():
         raise NestlingError(f"there is no folder {part}; expected {part.name}/CLASS/*.jpg in {part.parent}")
-    names = tuple(sorted(e.name for e in os.scandir(part) if e.is_dir() and not e.name.startswith(".")))
+    entries = [each for each in os.scandir(part) if not each.name.startswith(".")]
+    if lost := sorted(each.path for each in entries if each.is_symlink() and not os.path.exists(each.path)):
+        raise NestlingError(f"{lost[0]} is a link to what is not there; bring that back, or remove the link")
+    names = tuple(sorted(each.name for each in entries if each.is_dir()))
     if not names:
         explain_annotations(part)
         raise NestlingError(f"{part} has no class folders; expected one folder of pictures per class")
@@ -206,10 +215,19 @@ def scan(part: Path, classes: tuple[str, ...]) -> tuple[list[str], Tensor]:
 
 
 def pictures_below(folder: Path) -> Iterator[str]:
-    """The pictures of a class, in its folder or in folders inside it, as in train/CLASS/images of Tiny ImageNet."""
-    for where, folders, files in os.walk(folder, followlinks=True):
+    """The pictures of a class, in its folder or in folders inside it, as in train/CLASS/images of Tiny ImageNet. What is hidden
+    (thumbnails, what macOS keeps beside files) is none."""
+    for where, folders, files in os.walk(folder, followlinks=True, onerror=unread):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(where, name) for name in files if name.lower().endswith(SUFFIXES))
+        for inner in (Path(where, name) for name in folders if os.path.islink(os.path.join(where, name))):
+            if Path(where).resolve().is_relative_to(inner.resolve()):  # the same again and again, and of other classes
+                raise NestlingError(f"{inner} is a link to a folder that holds the link itself; remove it")
+        shown = (name for name in files if not name.startswith("."))
+        yield from (os.path.join(where, name) for name in shown if name.lower().endswith(SUFFIXES))
+
+
+def unread(error: OSError) -> None:
+    raise NestlingError(f"cannot read {error.filename} ({error.strerror}); make it readable, or remove it") from error
 
 
 def explain_annotations(part: Path) -> None:

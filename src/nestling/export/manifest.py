@@ -13,9 +13,10 @@ from typing import Any
 
 from nestling.errors import NestlingError
 from nestling.export.spec import MOST_VALUES, Spec, from_dict, sides_of
-from nestling.files import MANIFEST, from_text, read_bytes
+from nestling.files import MANIFEST, from_text, is_text, read_bytes
 
 FORMAT, VERSION = "nestling-stages", 1
+FORMS, PRECISIONS = ("onnx", "pt2"), ("float32", "int8")
 AGAIN = "export the run again"
 
 
@@ -80,21 +81,26 @@ def read_manifest(folder: str | Path) -> Manifest:
     if found.get("version") != VERSION:
         raise NestlingError(f"{path} has version {found.get('version')!r}, expected {VERSION}; {AGAIN}")
     try:
-        manifest = parse(found)
+        return parse(found)
     except NestlingError as error:
         raise NestlingError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NestlingError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
-    if len(manifest.stages) != manifest.spec.stages:
-        raise NestlingError(f"{path} lists {len(manifest.stages)} graphs for {manifest.spec.stages} stages; {AGAIN}")
-    return manifest
 
 
 def parse(found: Mapping[str, Any]) -> Manifest:
+    spec, about = from_dict(found["network"]), found.get("about")
     stages = tuple(
         StageFile(name(row["file"]), name(row["sha256"]), names(row["takes"]), names(row["gives"]))
         for row in found["stages"]
     )
+    if len(stages) != spec.stages:
+        raise NestlingError(f"it lists {len(stages)} graphs for {spec.stages} stages; {AGAIN}")
+    for number, (row, size) in enumerate(zip(found["stages"], spec.sizes, strict=True), start=1):
+        if (row["stage"], row["size"]) != (number, size):
+            raise NestlingError(
+                f"its graph {number} is said to be stage {row['stage']!r}, {row['size']!r}; expected {number}, {size!r}; {AGAIN}"
+            )
     held_out = KnownFile(*(name(found["held_out"][key]) for key in ("file", "sha256"))) if "held_out" in found else None
     for each in (*stages, held_out) if held_out else stages:
         if Path(each.file).name != each.file or each.file in ("", ".", ".."):
@@ -105,16 +111,22 @@ def parse(found: Mapping[str, Any]) -> Manifest:
     missing = {key for stage in stages for key in (*stage.takes, *stage.gives)} - set(shapes)
     if missing:
         raise NestlingError(f"it does not say what shape {sorted(missing)[0]!r} has; {AGAIN}")
+    if shapes.get("input") != spec.shape:
+        raise NestlingError(f"its input has the shape {shapes.get('input')}, its network takes {spec.shape}; {AGAIN}")
     latencies = tuple(float(value) for value in found.get("latencies", ()))
-    if not all(0 <= value < inf for value in latencies):
-        raise NestlingError(f"its latencies {latencies} are no seconds; {AGAIN}")
-    spec, about = from_dict(found["network"]), found.get("about")
+    if not all(0 <= value < inf for value in latencies) or len(latencies) not in (0, len(stages)):
+        raise NestlingError(f"its latencies {latencies} are not seconds of {len(stages)} stages; {AGAIN}")
     form, precision = name(found["form"]), name(found["precision"])
+    if form not in FORMS or precision not in PRECISIONS or not isinstance(about, Mapping | None):
+        raise NestlingError(
+            f"its form is {form!r}, its precision {precision!r}, about is a {type(about).__name__}; expected "
+            f"{' or '.join(FORMS)}, {' or '.join(PRECISIONS)}, and a JSON object; {AGAIN}"
+        )
     return Manifest(spec, form, precision, stages, shapes, latencies, about, held_out)
 
 
 def name(found: Any) -> str:
-    if not isinstance(found, str) or "\0" in found:
+    if not is_text(found):
         raise NestlingError(f"{found!r} is no name; expected text without NUL; {AGAIN}")
     return found
 

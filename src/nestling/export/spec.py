@@ -10,8 +10,11 @@ from numbers import Real
 from typing import Any
 
 from nestling.errors import NestlingError
+from nestling.files import is_text
 
 MOST_VALUES = 2**28  # that an image, or all that is kept of one, may have: a gigabyte in float32
+
+LEAST_PART = 0.01  # of a picture's shorter side: less would be no pixel
 
 
 def sides_of(shape: Sequence[Any], what: str, dimensions: int | None = None) -> tuple[int, ...]:
@@ -58,7 +61,7 @@ class Spec:
                 f"{self.name}: {classes} class names for answers of shape {self.output}; name each, or none"
             )
         for text in (self.name, *self.classes, *self.sizes):
-            if not isinstance(text, str) or "\0" in text:
+            if not is_text(text):
                 raise NestlingError(f"{self.name!r}: {text!r} is no name; expected text without NUL")
         for what, found, expected, least, most in (
             ("means", self.mean, channels, -1e6, 1e6),
@@ -77,8 +80,8 @@ class Spec:
             real = all(isinstance(value, Real) and not isinstance(value, bool) for value in found)
             if not real or not all(least <= value <= most for value in found):  # False also for NaN
                 raise NestlingError(f"{self.name}: found {what} {found}; expected numbers from {least:g} to {most:g}")
-        if not 0 < self.part <= 1:
-            raise NestlingError(f"{self.name}: part is {self.part!r}; expected a number above 0, at most 1")
+        if isinstance(self.part, bool) or not isinstance(self.part, Real) or not LEAST_PART <= self.part <= 1:
+            raise NestlingError(f"{self.name}: part is {self.part!r}; expected a number from {LEAST_PART} to 1")
         if bool(self.mean) != bool(self.std):
             raise NestlingError(f"{self.name}: mean {self.mean} and std {self.std} do not normalise anything")
         if self.prior and abs(sum(self.prior) - 1) > 1e-3:
@@ -109,6 +112,6 @@ def from_dict(found: Mapping[str, Any]) -> Spec:
 
     try:
         lists = {field.name: several(field.name) for field in fields(Spec)[1:-1]}
-        return Spec(found["name"], **lists, part=float(found.get("part", 1.0)))
+        return Spec(found["name"], **lists, part=found.get("part", 1.0))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise NestlingError(f"this does not describe a network ({type(error).__name__}: {error})") from error

@@ -4,8 +4,12 @@ In: a network, what is known of it, and a function that opens what was written a
 Runs nothing, and knows neither runs nor the command line.
 """
 
+import contextlib
+import glob
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +21,12 @@ from nestling import __version__
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, shapes
-from nestling.export.manifest import Manifest, StageFile, checksum, read_manifest
+from nestling.export.manifest import FORMAT, Manifest, StageFile, checksum, read_manifest
 from nestling.export.spec import Spec
-from nestling.files import MANIFEST, saying, to_text, write_atomically
+from nestling.files import MANIFEST, from_text, read_bytes, saying, to_text, write_atomically
 from nestling.nets import NestedNet
 
+LEFT_BEHIND = 24 * 3600.0  # seconds
 StageWriter = Callable[[Frozen, dict[str, tuple[int, ...]]], bytes]
 
 
@@ -100,20 +105,44 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise NestlingError(
             f"cannot write an export over {folder}; give it a name of its own, such as {folder / 'export'}"
         )
-    place, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
     if folder.exists() and not folder.is_dir():
         raise NestlingError(f"{folder} is a file, expected a folder to write an export into; choose another name")
-    if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+    if folder.exists() and not is_export(folder):
         raise NestlingError(f"{folder} holds other things than an export; choose another folder")
-    shutil.rmtree(place, ignore_errors=True)
     with saying(folder, 0, "nothing was written"):
-        place.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep_up(folder)
+        # Of its own: another process may be writing an export to the same place. The last one stays.
+        around = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    place, old = around / folder.name, around / "old"
     try:
+        with saying(folder, 0, "nothing was written"):
+            place.mkdir()
         yield place
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(place, folder)
+        with saying(folder, 0, "another process may have written it meanwhile; try again"):
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(place, folder)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(around, ignore_errors=True)
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is empty, or holds an export and nothing else: it is removed when another takes its place."""
+    inside = {each.name for each in folder.iterdir() if not each.name.startswith(".")}
+    if not inside:
+        return True
+    try:
+        found = from_text(read_bytes(folder / MANIFEST))
+        rows = [*found["stages"], *([found["held_out"]] if "held_out" in found else [])]
+        return found["format"] == FORMAT and inside <= {MANIFEST, *(row["file"] for row in rows)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def sweep_up(folder: Path) -> None:
+    """Remove what killed exports to this place left behind a day ago and earlier."""
+    for each in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - each.stat().st_mtime > LEFT_BEHIND:
+                shutil.rmtree(each)

@@ -6,14 +6,27 @@ same checks. Knows no network, data set or file by itself.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from nestling.errors import NestlingError, nearest
 from nestling.files import from_text
-from nestling.recipes.rules import AboveZero, Amount, Count, OneOf, Positive, RecipeSection, Share, hints, parsed, show
+from nestling.recipes.idle import why_idle
+from nestling.recipes.rules import (
+    AboveZero,
+    Amount,
+    Bounds,
+    Count,
+    OneOf,
+    Positive,
+    RecipeSection,
+    Share,
+    hints,
+    parsed,
+    show,
+)
 from nestling.recipes.strategies import STRATEGIES
 
 
@@ -27,7 +40,7 @@ class DataRecipe(RecipeSection):
     limit: Count = 0  # only the first N training images of the fixed shuffle; 0 = all
     augment: bool = True
     cutmix: Share = 0.0  # share of training images into which a box of another image is pasted
-    size: Positive = 224  # folder only: side of the crop
+    size: Annotated[int, Bounds(least=1, most=8192)] = 224  # folder only: side of the crop
     workers: Count = 2  # folder only: reading processes
     skip_unreadable: bool = False  # folder only: skip images that cannot be read instead of stopping
 
@@ -216,13 +229,26 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return {key: attrgetter(key)(recipe) for key in keys()}
 
 
+def refuse_idle(settings: Iterable[str], recipes: Sequence[Recipe]) -> None:
+    """Refuse settings that mean nothing in any of the recipes that have them."""
+    usual = flat(Recipe("usual"))
+    for key in dict.fromkeys(map(key_of, settings)):
+        whys = [why_idle(recipe, key) for recipe in recipes if flat(recipe)[key] != usual[key]]
+        if whys and all(whys):
+            raise NestlingError(f"{key} would have no effect: {whys[0]}; leave it out, or change that, too")
+
+
+def key_of(setting: str) -> str:
+    return setting.partition("=")[0].strip().replace("-", "_")
+
+
 def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """The recipe with "key=value" settings applied; of two for one key the later counts."""
     valid = keys()
     changes: dict[str, dict[str, Any]] = {}  # section ("" = the recipe itself) -> its new values
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        key = key.strip().replace("-", "_")
+        _, equals, text = setting.partition("=")
+        key = key_of(setting)
         if not equals:
             raise NestlingError(f"setting {setting!r} has no '='; write key=value, such as train.epochs=3")
         if key not in valid:

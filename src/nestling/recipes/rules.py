@@ -46,8 +46,9 @@ class OneOf:
 
 Count = Annotated[int, Bounds(least=0)]
 Positive = Annotated[int, Bounds(least=1)]
-Amount = Annotated[float, Bounds(least=0)]
-AboveZero = Annotated[float, Bounds(above=0)]
+MOST = 1e30  # of what is multiplied in float32
+Amount = Annotated[float, Bounds(least=0, most=MOST)]
+AboveZero = Annotated[float, Bounds(above=0, most=MOST)]
 Share = Annotated[float, Bounds(least=0, most=1)]
 
 

@@ -5,6 +5,7 @@ convolutions and outputs in float16, results of the weights as they lie there). 
 then. Beside the shipped runs lie the first test images of their data, so that they can be tried anywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,30 @@ from nestling.data import DataSet, MemorySplit
 from nestling.data import load as load_data
 from nestling.data.augment import normalise
 from nestling.errors import NestlingError
-from nestling.files import GALLERY, NETWORK, OUTPUTS, RESULTS, WEIGHTS
+from nestling.files import GALLERY, NETWORK, OUTPUTS, RESULTS, WEIGHTS, is_text
 from nestling.nets import NestedNet, build
 from nestling.nets.told import rebuilt
 from nestling.recipes.code import HANDED, UserFunction, hand_over
 from nestling.recipes.recipe import Recipe
 from nestling.runs.evaluate import about
 from nestling.runs.folder import SHIPPED, RunDir
+
+
+def listed(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, list) and all(map(right, found))
+
+
+def is_number(found: Any) -> bool:
+    return isinstance(found, int | float) and not isinstance(found, bool)
+
+
+# What results.json says by name has this form, or is not there
+FORMS: dict[str, Callable[[Any], bool]] = {
+    "classes": listed(is_text),
+    "shape": listed(lambda side: type(side) is int and 1 <= side < 2**28),
+    "stages": listed(lambda row: isinstance(row, dict) and is_number(row.get("error"))),
+    **dict.fromkeys(("mean", "std", "prior"), listed(is_number)),
+}
 
 
 class OpenedRun(RunDir):
@@ -39,7 +57,12 @@ class OpenedRun(RunDir):
     @cached_property
     def results(self) -> dict[str, Any]:
         """What results.json says; {} where the run has not been evaluated."""
-        return self.read_facts(RESULTS)
+        found = self.read_facts(RESULTS)
+        if wrong := next((key for key in found if key in FORMS and not FORMS[key](found[key])), None):
+            raise NestlingError(
+                f"{self.path / RESULTS} is damaged: {wrong} is {found[wrong]!r:.60}; {self._remedy(RESULTS)}"
+            )
+        return found
 
     @cached_property
     def known(self) -> dict[str, Any]:

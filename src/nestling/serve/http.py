@@ -210,7 +210,7 @@ class Infer:
             except NestlingError as error:
                 raise Refusal("unknown form", str(error)) from error
         known = {"true": True, "false": False}
-        parameters: dict[str, Any] = {name: known.get(value, value) for name, value in query.items()}
+        parameters: dict[str, Any] = {k: known.get(value, value) for k, value in query.items() if k != "id"}
         if "confident" in parameters:
             parameters["confident"] = number(parameters["confident"])
         return Asked(image, query.get("id", ""), parameters)

@@ -43,6 +43,9 @@ OUTPUTS: dict[str, Callable[[Sequence[Answer]], Tensor]] = {
     "final": lambda answers: np.array([answer.final for answer in answers], np.bool_),
 }
 Log = Callable[[dict[str, Any]], None]
+PARAMETERS = ("timeout", "confident", "prior", "refine")  # who misspells one is told: a deadline would be none
+# What clients of Triton's and KServe's send of themselves
+THEIRS = ("binary_data_output", "priority", "sequence_id", "sequence_start", "sequence_end", "content_type", "headers")
 
 
 @dataclass
@@ -142,6 +145,12 @@ class Service:
         """Submit what was asked for; `began` is when that came in."""
         if self.ending:
             raise Refusal("ending", "this server is ending; ask another one, or this one again when it is back")
+        known = {name for name in asked.parameters if name in (*PARAMETERS, *THEIRS) or name.startswith("triton_")}
+        if unknown := sorted(set(asked.parameters) - known):
+            raise Refusal(
+                "wrong",
+                f"found the parameter {short(unknown[0])}, which means nothing here; expected some of {', '.join(PARAMETERS)}",
+            )
         limit = min(asked.limit, asked.timeout(), self.longest)
         token, confident = asked.parameters.get("refine", False), asked.parameters.get("confident")
         if "confident" in asked.parameters and (isinstance(confident, bool) or not isinstance(confident, int | float)):

@@ -19,7 +19,15 @@ from nestling.errors import NestlingError
 from nestling.files import PROFILE, RECIPE, RESULTS
 from nestling.nets import NestedNet
 from nestling.recipes.code import UserFunction, hand_object, hand_over
-from nestling.recipes.recipe import DataRecipe, NetworkRecipe, Recipe, StrategyRecipe, TrainRecipe, override
+from nestling.recipes.recipe import (
+    DataRecipe,
+    NetworkRecipe,
+    Recipe,
+    StrategyRecipe,
+    TrainRecipe,
+    override,
+    refuse_idle,
+)
 from nestling.runs.folder import RunDir
 from nestling.runs.open import OpenedRun, resolve
 from nestling.studies.original import at_hand, judged
@@ -81,7 +89,14 @@ def fit(
             **taught_by(teacher, before.train.teacher if before else ""),
         ),
     )  # fmt: skip
-    recipe = override(before or recipe, (set,) if isinstance(set, str) else set)
+    settings = (set,) if isinstance(set, str) else set
+    recipe = override(before or recipe, settings)
+    refuse_idle(settings, [recipe])
+    if isinstance(train, DataLoader) and train.batch_size and train.batch_size != recipe.train.batch:
+        raise NestlingError(
+            f"train.batch is {recipe.train.batch}, and the training loader's batches are of {train.batch_size}, which is what "
+            "counts; make the loader with another batch_size"
+        )
     with torch.random.fork_rng():  # training seeds torch for every epoch
         found = train_recipe(recipe, str(out), resume, command, quiet, seconds)
     run = resolve(OpenedRun(out))

@@ -88,6 +88,7 @@ class Training:
                     evaluate.check_inputs(self.net, inputs[:2])
                 check_goals(y, self.goal, recipe.train)
             self.optimizer = make_optimizer(self.net, recipe, self.device)
+            self.batch = stepping.batch_of(self.data.train, recipe.train.batch)
             self.engine = stepping.kind(recipe, self.device, self.data.train)
             self.step = self.make_step(compiled=self.engine == "graph" and self.able.train.compile)
         # Greedy training gives every stage the recipe's epochs, one stage after another.
@@ -215,7 +216,7 @@ class Training:
             "epoch": self.done,
             "lr": ended.rate,
             "seconds": round(ended.seconds, 3),
-            "images_per_second": round(len(ended.losses) * train.batch / ended.seconds, 1),
+            "images_per_second": round(len(ended.losses) * self.batch / ended.seconds, 1),
             "train_loss": [round(x, 6) for x in ended.losses.double().mean(0).tolist()],
         }
         if ended.test is not None:
@@ -326,6 +327,11 @@ def named_classes(data: DataSet, plan: Plan, goal: str) -> DataSet:
     if goal == NUMBERS:
         return dataclasses.replace(data, classes=())
     count = plan.by_name[plan.heads[-1]].channels
+    if count < 2:
+        raise NestlingError(
+            f"{plan.name} answers with one class, so that no answer could be wrong; build it for two and more, or hand over "
+            "targets that are numbers: targets.float()"
+        )
     for split in (data.train, data.test) if data.name == "own" else ():
         check_targets(split, goal, count)
     if not data.classes:

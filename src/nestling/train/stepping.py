@@ -31,6 +31,12 @@ def steps_per_epoch(split: Split, batch: int) -> int:
     return len(split) // batch
 
 
+def batch_of(split: Split, batch: int) -> int:
+    """The inputs of a step: those that were asked for, or of a DataLoader its own."""
+    own = split.loader.batch_size if isinstance(split, LoaderSplit) else None
+    return own or batch
+
+
 class Eager:
     """Step by step from Python."""
 
