@@ -3,10 +3,10 @@
     sudo python benchmarks/taken.py --pause 2 --questions 3000 --json results/taken-cpu.json
     sudo python benchmarks/taken.py --pause 3
 
-The contenders of rival.py in turn. Linux writes down every switch between threads (tracefs, which only root may read). Out, for
-each: late by more than 0.5 ms, strict error with equal errors, milliseconds of processor time of a question, and how often in a
-thousand questions it lost the processor for more than 0.3 ms: to a busy program that took its turn at a tick of the clock, or to
-whatever woke up on that processor first.
+The contenders of rival.py in turn, and the chooser after 70 and 150 us of other work. Linux writes down every switch between
+threads (tracefs, which only root may read). Out, for each: late by more than 0.5 ms, strict error with equal errors, milliseconds
+of processor time of a question, and how often in a thousand questions it lost the processor for more than 0.3 ms: to a busy
+program that took its turn at a tick of the clock, or to whatever woke up on that processor first.
 """
 
 import argparse
@@ -25,11 +25,14 @@ import numpy as np
 
 from nestling.runs.open import resolve
 from nestling.runs.provenance import provenance
+from nestling.runtime.chooser import Chooser
 from nestling.runtime.runtime import Runtime
 from nestling.studies.live import (
     BLOCK,
     MUCH_TOO_LATE,
+    Contender,
     LiveQuestion,
+    answering,
     made_up,
     make_contenders,
     open_rivals,
@@ -39,7 +42,8 @@ from nestling.studies.live import (
 TRACE = Path("/sys/kernel/tracing")
 BUFFER = 131_072  # KiB for each processor
 LONG = 0.3e-3  # seconds
-SHOWN = ("nest", "nest, soon", "chooser", "always 2")
+LATER = {"chooser + 70 us": 70e-6, "chooser + 150 us": 150e-6}
+SHOWN = ("nest", "nest, soon", "chooser", *LATER, "always 2")
 LINE = re.compile(r"\s*.+-(\d+)\s+\[\d+\]\s+\S+\s+([\d.]+): (\w+): (.*)")
 SWITCH = re.compile(r"prev_pid=(\d+) .*==> next_comm=(.*) next_pid=(\d+)")
 
@@ -78,7 +82,9 @@ def ask(
     tell("trace_clock", "mono")
     tell("buffer_size_kb", str(BUFFER))
     with Runtime(run, device="cpu", threads=1) as runtime, open_rivals(run, runtime, ()) as chooser:
-        contenders = make_contenders(runtime, chooser, made_up(runtime.spec), "known", sum(span) / 2)
+        picture = made_up(runtime.spec)
+        contenders = make_contenders(runtime, chooser, picture, "known", sum(span) / 2)
+        contenders |= {name: later(chooser, picture, seconds) for name, seconds in LATER.items()}
         mark = os.open(TRACE / "trace_marker", os.O_WRONLY)
         tell("trace", "")
         tell("events/sched/sched_switch/enable", "1")
@@ -99,6 +105,18 @@ def ask(
             tell("events/sched/sched_switch/enable", "0")
             os.close(mark)
         return asked, [1 - float(runtime.prior.max()), *runtime.spec.errors]
+
+
+def later(chooser: Chooser, picture: Any, seconds: float) -> Contender:
+    """As if asking the chooser took so much longer."""
+
+    def asked(limit: float) -> int:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return chooser.answer(picture, deadline=limit).stage
+
+    return answering(asked)
 
 
 def read(lines: Iterable[str], thread: int, asked: list[Traced]) -> None:
@@ -158,8 +176,8 @@ def main() -> None:
     for each in rows:
         worked = " / ".join(f"{v:.2f}" for v in each["worked_ms"])
         taken = f"{each['lost_to_a_busy_program_in_1000']:.1f} + {each['lost_otherwise_in_1000']:.1f}"
-        print(f"{each['contender']:10s} n={each['n']} late {each['late']:.2%} strict {each['strict']:.2%}")
-        print(f"           worked {worked} ms (10, 50, 90, 98 %), lost in 1,000: {taken} (ticks, others)")
+        print(f"{each['contender']:16s} n={each['n']} late {each['late']:.2%} strict {each['strict']:.2%}")
+        print(f"                 worked {worked} ms (10, 50, 90, 98 %), lost in 1,000: {taken} (ticks, others)")
     if options.json:
         runs = json.loads(options.json.read_text())["runs"] if options.json.is_file() else []
         said = provenance(" ".join(["python", *sys.argv]), "cpu", time.time)

@@ -80,6 +80,8 @@ def test_names_are_shown_as_they_are(name: str, capfd: pytest.CaptureFixture[str
 
 def test_who_waits_hears_of_a_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(waiting, "FIRST", 0.1)
+    assert main(["sample", "long", "x"]) == 0 and capfd.readouterr().err == "", "nobody looks on"
+    monkeypatch.setattr(waiting, "somebody_waits", lambda: True)
     assert main(["sample", "long", "x", "--json"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["recipe"] == "long"

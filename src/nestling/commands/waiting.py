@@ -1,7 +1,7 @@
 """What a command says while nothing else is heard of it: what it is at, after a moment, and then every half minute.
 
-In: a command's name, and what it is at (`at`). Out: lines on stderr, from a thread that sleeps in between. Lines and no spinner:
-some commands measure time meanwhile. A command that is done sooner says nothing.
+In: a command's name, and what it is at (`at`). Out: lines on stderr, where that is a terminal, from a thread that sleeps in
+between. Lines and no spinner: some commands measure time meanwhile. A command that is done sooner says nothing.
 """
 
 import sys
@@ -21,10 +21,18 @@ def at(doing: str) -> None:
     _doing[0] = doing
 
 
+def somebody_waits() -> bool:
+    """Whether a person looks on; programs that read what a command says need nothing more."""
+    return sys.stderr.isatty()
+
+
 @contextmanager
 def heard_of(name: str, doing: str = "starting") -> Iterator[None]:
     """While inside, whoever waits hears of the command."""
     at(doing)
+    if not somebody_waits():
+        yield
+        return
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -332,7 +332,7 @@ class Anytime:
 
     def _warn_of_seconds(self, limit: float, depth: int) -> None:
         """Once, where a deadline is so long that milliseconds may have been meant; to whom called so many calls above."""
-        if self._warned or limit == inf:
+        if limit < MILLISECONDS or self._warned or limit == inf:
             return
         full = sum(timing.base for timing in self.pace.steps)
         if limit < max(MILLISECONDS, full * FAR_TOO_LONG) or not all(self.pace.base):  # 0: not known yet
