@@ -1,4 +1,4 @@
-"""Nests in what torch puts around modules, or does to them as a whole: wrappers, averages, compilation, moves, strange weights."""
+"""Nests in what torch puts around modules, or does to them as a whole: wrappers, averages, compilation, moves, odd weights."""
 
 import copy
 import pickle
@@ -26,7 +26,13 @@ WAYS: dict[str, Callable[[nn.Module], NestedNet]] = {
 
 def trained() -> nn.Sequential:
     torch.manual_seed(1)
-    layers = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32)
+    layers = (
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1),
+        nn.BatchNorm2d(32),
+    )
     module = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     for name, buffer in module.named_buffers():
         if "running" in name:
@@ -38,11 +44,15 @@ def images() -> Tensor:
     return torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-def steps(net: NestedNet, optimizer: torch.optim.Optimizer, count: int, each: Callable[[], object] = lambda: None) -> None:
+def steps(
+    net: NestedNet, optimizer: torch.optim.Optimizer, count: int, each: Callable[[], object] = lambda: None
+) -> None:
     net.train()
     for _ in range(count):
         optimizer.zero_grad()
-        torch.stack([F.cross_entropy(out, torch.arange(4)) for out in net(images()) if out.requires_grad]).sum().backward()
+        torch.stack(
+            [F.cross_entropy(out, torch.arange(4)) for out in net(images()) if out.requires_grad]
+        ).sum().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         each()
@@ -56,7 +66,9 @@ def alike(net: NestedNet) -> bool:
 
 @pytest.mark.parametrize("way", ["keep", "exits"])
 @pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, nn.Sequential, torch.compile])
-def test_calibrating_what_is_wrapped_leaves_a_kept_networks_norms(way: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_calibrating_what_is_wrapped_leaves_a_kept_networks_norms(
+    way: str, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
     wrapped = wrap(WAYS[way](trained()))
     [net] = [each for each in wrapped.modules() if isinstance(each, Extended)]
     before, last = copy.deepcopy(net.state_dict()), trained()(images())
@@ -109,8 +121,12 @@ def test_a_move_that_moves_nothing_leaves_masks_where_they_are() -> None:
     net = WAYS["nest"](trained())
     places = [layer.mask.data_ptr() for layer in net.modules() if isinstance(getattr(layer, "mask", None), Tensor)]  # type: ignore[union-attr]
     net.to("cpu").float()
-    assert places and places == [m.mask.data_ptr() for m in net.modules() if isinstance(getattr(m, "mask", None), Tensor)]  # type: ignore[union-attr]
-    assert {m.mask.dtype for m in net.half().modules() if isinstance(getattr(m, "mask", None), Tensor)} == {torch.float16}  # type: ignore[union-attr]
+    assert places and places == [
+        m.mask.data_ptr() for m in net.modules() if isinstance(getattr(m, "mask", None), Tensor)
+    ]  # type: ignore[union-attr]
+    assert {m.mask.dtype for m in net.half().modules() if isinstance(getattr(m, "mask", None), Tensor)} == {
+        torch.float16
+    }  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("way", WAYS)

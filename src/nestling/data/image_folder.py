@@ -88,10 +88,9 @@ class FolderSplit:
                 x = images.to(device, non_blocking=True)
                 yield normalise(x, self.mean, self.std), self.labels[positions.to(device, non_blocking=True)]
         if new := len(self.skipped) - before:
-            say_once(
-                f"{new} of the {len(self)} pictures in {os.path.commonpath((self.files[0], self.files[-1]))} cannot be read and are "
-                f"left out, such as {next(iter(self.skipped))}"
-            )
+            part = os.path.commonpath((self.files[0], self.files[-1]))
+            such = next(iter(self.skipped))
+            say_once(f"{new} of the {len(self)} pictures in {part} cannot be read and are left out, such as {such}")
         if not shown:
             raise NestlingError(f"none of the {len(self)} pictures can be read, such as {self.files[0]}")
 

@@ -159,7 +159,7 @@ class NestedNet(nn.Module):
         return Alone(small)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; weights of a wrapped network, or of a module before it was nested, are refused with what to do about them."""
+        """As torch's; weights of a wrapped network, or of a module before it was nested, are refused with what to do."""
         mine = self.state_dict()
         known = [key for key in state_dict if key in mine]
         try:

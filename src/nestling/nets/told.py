@@ -137,7 +137,9 @@ def plan_made(told: dict[str, Any], weights: Shapes | None) -> Plan:
         channels[name] = sum(count for _, count in births)
         pairs += channels[name] * (1 + sum(channels[read] for read in reads))
         if not all(count > 0 for _, count in births) or sum(channels.values()) > CHANNELS or pairs > PAIRS:
-            raise NestlingError(f"up to {name} it has {sum(channels.values()):,} channels, {pairs:,} with what they read")
+            raise NestlingError(
+                f"up to {name} it has {sum(channels.values()):,} channels, {pairs:,} with what they read"
+            )
     words = {word: value_made(told["plan"][word]) for word in ("name", "heads", "sizes", "answering")}
     plan = Plan(nodes=tuple(map(node_made, told["nodes"])), **words)
     for node in plan.nodes:
@@ -187,7 +189,7 @@ def prove(net: NestedNet, told: dict[str, Any]) -> None:
 
 
 def difference(net: NestedNet, again: NestedNet) -> str:
-    """What a network built of an account does otherwise than another with the other's weights, on the CPU, on noise; "": nothing."""
+    """What a network that was built of an account does otherwise, with the other's weights, on noise, on the CPU; "": nothing."""
     mine = copy.deepcopy(net).cpu().eval()
     state = mine.state_dict()
     if again.plan != mine.plan or {k: v.shape for k, v in again.state_dict().items()} != {
@@ -351,12 +353,8 @@ def check_steps(name: str, layer: nn.Module) -> None:
         if theirs not in holds(lender):
             raise Untold(f"{name} borrows {key}, which is no tensor and no layer")
     for op, target, args, kwargs in layer.steps:
-        allowed = {
-            "call_function": lambda: bool(name_of(target)),
-            "call_method": lambda: f"torch.Tensor.{target}" in functions(),
-            "call_module": lambda: target in holds(layer),
-        }
-        if op not in allowed or not allowed[op]():
+        known = (op == "call_function" and name_of(target)) or (op == "call_module" and target in holds(layer))
+        if not known and (op != "call_method" or f"torch.Tensor.{target}" not in functions()):
             raise Untold(f"{name} calls {calls.spelled(target)}, which is no function of tensors")
         if strange := next((each for each in held_by((args, kwargs)) if each not in holds(layer)), None):
             raise Untold(f"{name} holds {strange!r:.40}, which is no tensor and no layer")

@@ -99,9 +99,9 @@ class OpenedRun(RunDir):
             return
         if difference(net, trained):
             raise NestlingError(
-                f"{self.recipe.network.name} builds another network than the one that was trained: its weights have the same names "
-                f"and shapes, but its plan or its layers are not those of {self.path / NETWORK}. Open the folder without that "
-                "function (--build), which it does not need, or name the one it was trained with"
+                f"{self.recipe.network.name} builds another network than the one that was trained: its weights have the same "
+                f"names and shapes, but its plan or its layers are not those of {self.path / NETWORK}. Open the folder without "
+                "that function (--build), which it does not need, or name the one it was trained with"
             )
 
     def untrained(self, data: DataSet | None = None) -> NestedNet:

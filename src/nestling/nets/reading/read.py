@@ -83,8 +83,8 @@ def check_shapes_known(module: nn.Module, net: str) -> None:
     for path, layer in module.named_modules():
         if inside := WRAPPERS.get(type(layer).__name__):
             raise NestlingError(
-                f"{net}: cannot nest {path or 'it'}: it is wrapped in {type(layer).__name__}; nest what is inside, its .{inside}, "
-                "and wrap the nest"
+                f"{net}: cannot nest {path or 'it'}: it is wrapped in {type(layer).__name__}; nest what is inside, its "
+                f".{inside}, and wrap the nest"
             )
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             raise NestlingError(
