@@ -222,6 +222,7 @@ def test_a_function_that_was_changed_since_training_is_refused(tmp_path: Path, o
         NestlingError, match=r"builds another network than the one that was trained.*without that function"
     ):
         nestling.load(path, build=other)
+    assert nestling.load(path, build=lambda: plain().double())(DATA[0].double())[0].dtype == torch.float64
     for again in (nestling.load(path, build=plain), nestling.load(path)):
         assert all(torch.equal(a, b) for a, b in zip(again(DATA[0]), before, strict=True))
     (path / NETWORK).write_text('{"format": 99}')  # of another version: then the function is what there is

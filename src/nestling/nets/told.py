@@ -132,14 +132,13 @@ def network(net: NestedNet) -> dict[str, Any]:
 def plan_made(told: dict[str, Any], weights: Shapes | None) -> Plan:
     """Counted before anything is made of it: a few words may ask for more than any machine has."""
     channels: dict[str, int] = {}
-    pairs = 0
+    total = pairs = 0
     for name, _, reads, births, *_ in told["nodes"]:
         channels[name] = sum(count for _, count in births)
+        total += channels[name]
         pairs += channels[name] * (1 + sum(channels[read] for read in reads))
-        if not all(count > 0 for _, count in births) or sum(channels.values()) > CHANNELS or pairs > PAIRS:
-            raise NestlingError(
-                f"up to {name} it has {sum(channels.values()):,} channels, {pairs:,} with what they read"
-            )
+        if not all(count > 0 for _, count in births) or total > CHANNELS or pairs > PAIRS:
+            raise NestlingError(f"up to {name} it has {total:,} channels, {pairs:,} with what they read")
     words = {word: value_made(told["plan"][word]) for word in ("name", "heads", "sizes", "answering")}
     plan = Plan(nodes=tuple(map(node_made, told["nodes"])), **words)
     for node in plan.nodes:

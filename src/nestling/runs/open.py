@@ -97,7 +97,8 @@ class OpenedRun(RunDir):
             trained = rebuilt(told, self.shapes(WEIGHTS))
         except NestlingError:  # of another version of torch: then the function is what there is
             return
-        if difference(net, trained):
+        types = [[tensor.dtype for tensor in each.state_dict().values()] for each in (net, trained)]
+        if net.plan != trained.plan or (types[0] == types[1] and difference(net, trained)):
             raise NestlingError(
                 f"{self.recipe.network.name} builds another network than the one that was trained: its weights have the same "
                 f"names and shapes, but its plan or its layers are not those of {self.path / NETWORK}. Open the folder without "
