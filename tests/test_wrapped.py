@@ -178,6 +178,13 @@ def test_weights_without_numbers_are_refused(way: str) -> None:
             WAYS[way](trained())
 
 
+def test_a_network_of_which_all_is_frozen_is_not_trained(tmp_path: Path) -> None:
+    data = images(), torch.arange(4)
+    with pytest.raises(NestlingError, match=r"all parameters of the network are frozen; let some train"):
+        nestling.fit(WAYS["nest"](trained().requires_grad_(False)), data, data, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_are_networks_of_their_own(way: str, tmp_path: Path) -> None:
     net = WAYS[way](trained()).eval()
