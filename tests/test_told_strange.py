@@ -15,7 +15,7 @@ import nestling
 from nestling import NestlingError
 from nestling.files import NETWORK, WEIGHTS, from_text, to_text
 from nestling.nets import NestedNet
-from nestling.nets.told import Shapes, account, functions, rebuilt
+from nestling.nets.told import ShapesOfWeights, account, functions, rebuilt
 
 SHAPE = (3, 8, 8)
 
@@ -54,7 +54,7 @@ def recorded() -> tuple[dict[str, Any], str]:
     return told, next(name for name, layer in told["layers"].items() if layer["is"] == "Recorded")
 
 
-def shapes(net: NestedNet) -> Shapes:
+def shapes(net: NestedNet) -> ShapesOfWeights:
     return {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
 
 

@@ -181,7 +181,9 @@ def test_weights_without_numbers_are_refused(way: str) -> None:
 def test_a_network_of_which_all_is_frozen_is_not_trained(tmp_path: Path) -> None:
     data = images(), torch.arange(4)
     with pytest.raises(NestlingError, match=r"all parameters of the network are frozen; let some train"):
-        nestling.fit(WAYS["nest"](trained().requires_grad_(False)), data, data, out=tmp_path / "run", quiet=True)
+        nestling.fit(
+            WAYS["nest"](trained().requires_grad_(False)), data, data, out=tmp_path / "run", batch=4, quiet=True
+        )
     assert not (tmp_path / "run").exists()
 
 

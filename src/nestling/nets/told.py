@@ -56,7 +56,7 @@ NOT_OF_TENSORS = (
     "untyped_storage"
 )  # in torch's list, but they call functions, give away memory or take what was not computed
 CHANNELS, PAIRS = 2**23, 2**33  # of all nodes, and of channels with those they read: what a plan takes to be checked
-Shapes = Mapping[str, tuple[int, ...]]
+ShapesOfWeights = Mapping[str, tuple[int, ...]]
 
 
 class Untold(Exception):
@@ -75,7 +75,7 @@ def account(net: NestedNet) -> dict[str, Any]:
     return told
 
 
-def rebuilt(told: Any, weights: Shapes | None = None) -> NestedNet:
+def rebuilt(told: Any, weights: ShapesOfWeights | None = None) -> NestedNet:
     """The network of an account, in evaluation. Its weights are still to be loaded; `weights` are the shapes of those that lie
     beside an account from elsewhere, which cannot be that of a larger network."""
     if not isinstance(told, dict) or told.get("format") != FORMAT:
@@ -129,7 +129,7 @@ def network(net: NestedNet) -> dict[str, Any]:
     return told
 
 
-def plan_made(told: dict[str, Any], weights: Shapes | None) -> Plan:
+def plan_made(told: dict[str, Any], weights: ShapesOfWeights | None) -> Plan:
     """Counted before anything is made of it: a few words may ask for more than any machine has."""
     channels: dict[str, int] = {}
     total = pairs = 0
