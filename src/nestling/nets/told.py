@@ -24,6 +24,7 @@ from nestling.nets.extended import Extended
 from nestling.nets.net import NestedNet
 from nestling.nets.ops import OPS, Computed, Scale, calls
 from nestling.nets.ops.layernorm import Alike
+from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading import recorded
 from nestling.nets.reading.vocabulary import BINARY
@@ -147,7 +148,7 @@ def plan_made(told: dict[str, Any], weights: ShapesOfWeights | None) -> Plan:
     if weights is not None:
         held = sum(map(prod, weights.values()))
         for node in plan.nodes:
-            if node.op.weighted and not node.shares:
+            if isinstance(node.op, WeightedOp) and not node.shares:
                 held -= node.channels * (channels[node.reads[0]] // node.op.groups)
         if held < 0:
             raise NestlingError("it has more weights than lie beside it")
