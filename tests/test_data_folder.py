@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -185,16 +184,20 @@ def test_an_unreadable_picture_is_named(root: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_pictures_are_skipped_and_counted_when_asked(root: Path, workers: int) -> None:
+def test_unreadable_pictures_are_skipped_and_counted_when_asked(
+    root: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoiled = spoil(root)
     train, _ = splits(root, workers, skip_unreadable=True)
-    with pytest.warns(UserWarning, match="2 unreadable pictures were skipped, such as"):
-        x, y = epoch(train, None)
+    capsys.readouterr()
+    x, y = epoch(train, None)
+    said = capsys.readouterr().err
+    assert f"nestling: 2 of the 21 pictures in {root / 'train'} cannot be read and are left out, such as" in said
+    assert ".py" not in said
     assert set(train.skipped) == {str(path) for path in spoiled}
     assert len(x) == 19 and y.bincount().tolist() == [7, 6, 6]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once, not every epoch
-        assert len(epoch(train, 0)[0]) == 19
+    assert len(epoch(train, 0)[0]) == 19
+    assert not capsys.readouterr().err  # said once, not every epoch
 
 
 def test_pictures_are_counted_as_answers_are_where_some_cannot_be_read(root: Path) -> None:
@@ -202,8 +205,7 @@ def test_pictures_are_counted_as_answers_are_where_some_cannot_be_read(root: Pat
     before = splits(root)[1]
     Path(before.files[2]).write_bytes(b"spoilt")
     test = splits(root, skip_unreadable=True)[1]
-    with pytest.warns(UserWarning):
-        _, labels = epoch(test, None)
+    _, labels = epoch(test, None)
     good = [position for position in range(len(test)) if position != 2]
     assert torch.equal(labels, before.labels[good])
     assert torch.equal(test.pictures(torch.arange(11)), before.pictures(torch.tensor(good)))
@@ -213,7 +215,7 @@ def test_a_folder_of_nothing_readable_is_an_error(root: Path) -> None:
     for file in (root / "train").rglob("*.*"):
         file.write_text("no")
     train, _ = splits(root, skip_unreadable=True)
-    with pytest.warns(UserWarning), pytest.raises(NestlingError, match="none of the 21 pictures can be read"):
+    with pytest.raises(NestlingError, match="none of the 21 pictures can be read"):
         epoch(train, None)
 
 

@@ -6,7 +6,6 @@ number of workers changes nothing. An unreadable picture is an error unless the 
 """
 
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from nestling.data.augment import normalise
 from nestling.data.dataset import DataSet, choose
 from nestling.data.split import Batch, check_batch, slices
-from nestling.errors import NestlingError, nearest
+from nestling.errors import NestlingError, nearest, say_once
 from nestling.recipes.recipe import DataRecipe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -89,7 +88,9 @@ class FolderSplit:
                 x = images.to(device, non_blocking=True)
                 yield normalise(x, self.mean, self.std), self.labels[positions.to(device, non_blocking=True)]
         if new := len(self.skipped) - before:
-            warnings.warn(f"{new} unreadable pictures were skipped, such as {next(iter(self.skipped))}", stacklevel=2)
+            part = os.path.commonpath((self.files[0], self.files[-1]))
+            such = next(iter(self.skipped))
+            say_once(f"{new} of the {len(self)} pictures in {part} cannot be read and are left out, such as {such}")
         if not shown:
             raise NestlingError(f"none of the {len(self)} pictures can be read, such as {self.files[0]}")
 

@@ -20,7 +20,10 @@ N = TypeVar("N", bound=nn.Module)
 
 def calibrate(net: N, batches: Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]) -> N:
     """The statistics of all batch norms as the plain average over these batches: images, or tuples that begin with them."""
-    own = set(net.own_layers()) if isinstance(net, Extended) else set()
+    kept = (
+        each for each in net.modules() if isinstance(each, Extended)
+    )  # also inside DataParallel, torch.compile or an average
+    own = {layer for each in kept for layer in each.own_layers()}
     norms = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m not in own]
     momenta = [norm.momentum for norm in norms]
     device = next((p.device for p in net.parameters()), torch.device("cpu"))

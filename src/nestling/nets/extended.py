@@ -28,10 +28,14 @@ class Extended(NestedNet):
         self._own = tuple(backbone)
         self._backbone = tuple(name for name in self._own if self.plan.by_name[name].op.layered)
         self._readers, self._held = tuple(reads), True
-        self.requires_grad_(True)
-        for parameter in self.own_parameters():
+        return self.requires_grad_(True).train(self.training)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Extended":
+        """Of what was added; the backbone is frozen until `thaw`."""
+        super().requires_grad_(requires_grad)
+        for parameter in self.own_parameters() if self._held else ():
             parameter.requires_grad_(False)
-        return self.train(self.training)
+        return self
 
     def thaw(self) -> "Extended":
         """Let everything train, the backbone too: its answers will change."""

@@ -5,8 +5,9 @@ stages (training). A `Cut` says where the parameters of the channels lie that ar
 entries are zero and stay zero. Layers know nothing of the network around them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,22 @@ class Nested(nn.Module):
     def tell(self, op: WeightedOp, births_in: Births, births_out: Births) -> None:
         """What it computes, and the births of the channels on both sides."""
         self.op, self.births_in, self.births = op, births_in, births_out
-        mask = connections(births_in, births_out, op.groups)
-        # As large as the weight: then many masks are applied in one kernel, and a CPU need not broadcast over pixels.
-        full = mask.view(*mask.shape, *[1] * len(op.kernel)).expand_as(self.weight).to(self.weight).contiguous()
-        self.register_buffer("mask", None if mask.all() else full, persistent=False)
+        self.register_buffer("mask", self.made_mask(), persistent=False)
         self.reset_nested()
+
+    def made_mask(self) -> Tensor | None:
+        mask = connections(self.births_in, self.births, self.op.groups)
+        # As large as the weight: then many masks are applied in one kernel, and a CPU need not broadcast over pixels.
+        full = mask.view(*mask.shape, *[1] * len(self.op.kernel)).expand_as(self.weight).to(self.weight).contiguous()
+        return None if mask.all() else full
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As torch's, for `.to(...)` and the like. No state dict holds masks, so what `.to_empty` left in one is made anew."""
+        before = self.mask
+        made = super()._apply(fn, recurse)
+        if self.mask is not before:
+            self.mask = self.made_mask()
+        return made
 
     def reset_nested(self, generator: torch.Generator | None = None) -> None:
         """Weights drawn anew, every row with the fan-in that it really has."""
@@ -147,16 +159,25 @@ class NestedBatchNorm2d(nn.BatchNorm2d):
         self._check_input_dim(input)
         kept = self.training and not self.track_running_stats  # batch statistics, and nothing is remembered of them
         mean, var = (None, None) if kept else (self.running_mean, self.running_var)
-        assert self.momentum is not None
-        return batch_norm(input, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps, self.synced)
+        return batch_norm(input, mean, var, self.weight, self.bias, self.training, self.pace, self.eps, self.synced)
+
+    @property
+    def pace(self) -> float:
+        """The momentum, which torch's update_bn takes away while it averages, after it has reset what all norms knew."""
+        if self.momentum is None:
+            raise NestlingError(
+                "a batch norm has no momentum, as after torch.optim.swa_utils.update_bn, which also resets the norms of a kept "
+                "network. Load the weights into a network that it has not touched, and use nestling.calibrate(net, batches)"
+            )
+        return self.momentum
 
     def rows(self, x: Tensor, cut: Cut, training: bool) -> Tensor:
         """Normalise the channels of one stage; when training, update their running statistics and no others."""
         mean, var = self.running_mean, self.running_var
-        assert mean is not None and var is not None and self.momentum is not None
+        assert mean is not None and var is not None
         mean, var = mean[cut.rows], var[cut.rows]
         weight, bias = affine_rows(self, cut)
-        y = batch_norm(x, mean, var, weight, bias, training, self.momentum, self.eps, self.synced)
+        y = batch_norm(x, mean, var, weight, bias, training, self.pace, self.eps, self.synced)
         if training and not isinstance(cut.rows, slice):  # an index made copies: put them back
             self.running_mean[cut.rows] = mean  # type: ignore[index]
             self.running_var[cut.rows] = var  # type: ignore[index]

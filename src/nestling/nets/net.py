@@ -159,17 +159,28 @@ class NestedNet(nn.Module):
         return Alone(small)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; weights of a module before it was nested are refused with what to do about them."""
+        """As torch's; weights of a wrapped network, or of a module before it was nested, are refused with what to do."""
+        mine = self.state_dict()
+        known = [key for key in state_dict if key in mine]
         try:
-            return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
-            mine = self.state_dict()
-            strange = [key for key in (*state_dict, *mine) if key not in mine or key not in state_dict]
-            found = f"{strange[0]!r} is only in one of them" if strange else str(error).splitlines()[-1].strip()
-            raise NestlingError(
-                f"these weights are not those of the nest {self.plan.name} ({found}). Weights that were saved before nesting "
-                "go into the module, which is nested then: module.load_state_dict(state); net = nestling.nest(module, ...)"
-            ) from error
+            if known or strict or not mine:
+                return super().load_state_dict(state_dict, strict, assign)
+            error = RuntimeError("not one of their names is known here, so nothing would be loaded")
+        except RuntimeError as found:
+            error = found
+        prefix = wrapped_in(state_dict, mine)
+        strange = [key for key in (*state_dict, *mine) if key not in mine or key not in state_dict]
+        odd = f"{strange[0]!r} is only in one of them" if strange and strict else str(error).splitlines()[-1].strip()
+        raise NestlingError(
+            f"these weights are not those of the nest {self.plan.name} ({odd}). "
+            + (
+                f"They are those of a network that is wrapped in another: take {prefix!r} off their names, {{key.removeprefix("
+                f"{prefix!r}): value for key, value in state.items()}}"
+                if prefix
+                else "Weights that were saved before nesting go into the module, which is nested then: "
+                "module.load_state_dict(state); net = nestling.nest(module, ...)"
+            )
+        ) from error
 
     def reset(self, generator: torch.Generator) -> "NestedNet":
         """Draw all weights anew from a generator: same seed, same network. Norms forget what they have seen."""
@@ -230,6 +241,14 @@ class Stage(nn.Module):
             pieces[step.node.name, step.node.births[step.rows[0]]] = made
         head = pieces[self.program.head, self.program.stage]
         return head, tuple(pieces[key] for key in self.program.leaves)
+
+
+def wrapped_in(state: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """What DataParallel, an average of weights or torch.compile have put before the names of these weights; "" where that is not
+    all that is the matter."""
+    first = next(iter(mine), "")
+    found = [key.removesuffix(first) for key in state if first and key.endswith(f".{first}")]
+    return next((each for each in found if all(f"{each}{key}" in state for key in mine)), "")
 
 
 def follow(layer: nn.Module, source: nn.Module) -> None:

@@ -8,11 +8,11 @@ nowhere else, so it can make no other thing run.
 import copy
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from itertools import groupby
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from torch.overrides import get_overridable_functions, resolve_name
 from nestling.errors import NestlingError
 from nestling.nets.extended import Extended
 from nestling.nets.net import NestedNet
-from nestling.nets.ops import OPS, calls
+from nestling.nets.ops import OPS, Computed, Scale, calls
 from nestling.nets.ops.layernorm import Alike
+from nestling.nets.ops.weighted_op import WeightedOp
 from nestling.nets.plan import Node, Plan
 from nestling.nets.reading import recorded
+from nestling.nets.reading.vocabulary import BINARY
 from nestling.nets.reading.watcher import put_at
 from nestling.nets.settle import check
 
@@ -49,6 +51,13 @@ ARITHMETIC = (
 )
 KINDS = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype | torch.memory_format)}
 NOT_TOLD = {"training", "borrowed"}
+NOT_OF_TENSORS = (
+    "apply_ backward const_data_ptr data_ptr map2_ map_ module_load numpy pin_memory register_hook "
+    "register_post_accumulate_grad_hook resize resize_ resize_as resize_as_ set_ share_memory_ storage storage_type "
+    "untyped_storage"
+)  # in torch's list, but they call functions, give away memory or take what was not computed
+CHANNELS, PAIRS = 2**23, 2**33  # of all nodes, and of channels with those they read: what a plan takes to be checked
+ShapesOfWeights = Mapping[str, tuple[int, ...]]
 
 
 class Untold(Exception):
@@ -67,13 +76,21 @@ def account(net: NestedNet) -> dict[str, Any]:
     return told
 
 
-def rebuilt(told: Any) -> NestedNet:
-    """The network of an account, in evaluation. Its weights are still to be loaded."""
+def rebuilt(told: Any, weights: ShapesOfWeights | None = None) -> NestedNet:
+    """The network of an account, in evaluation. Its weights are still to be loaded; `weights` are the shapes of those that lie
+    beside an account from elsewhere, which cannot be that of a larger network."""
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         found = told.get("format") if isinstance(told, dict) else told
         raise NestlingError(f"found an account of a network of format {found!r:.40}; expected {FORMAT}")
     try:
-        return made_again(told).eval()
+        plan = plan_made(told, weights)
+        if weights is not None:
+            with torch.device("meta"):
+                shapes = {key: tuple(t.shape) for key, t in made_again(told, plan).state_dict().items()}
+            if odd := sorted(key for key in shapes.keys() | weights.keys() if shapes.get(key) != weights.get(key)):
+                found = f"{odd[0]} has shape {weights.get(odd[0], 'none')}, here {shapes.get(odd[0], 'none')}"
+                raise NestlingError(f"the weights beside it are of another network: {found}")
+        return made_again(told, plan).eval()
     except Exception as error:  # whatever a spoilt file leads to
         raise NestlingError(
             f"this account of a network is damaged, or of another version of torch ({type(error).__name__}: {error}). Name the "
@@ -113,10 +130,32 @@ def network(net: NestedNet) -> dict[str, Any]:
     return told
 
 
-def made_again(told: dict[str, Any]) -> NestedNet:
+def plan_made(told: dict[str, Any], weights: ShapesOfWeights | None) -> Plan:
+    """Counted before anything is made of it: a few words may ask for more than any machine has."""
+    channels: dict[str, int] = {}
+    total = pairs = 0
+    for name, _, reads, births, *_ in told["nodes"]:
+        channels[name] = sum(count for _, count in births)
+        total += channels[name]
+        pairs += channels[name] * (1 + sum(channels[read] for read in reads))
+        if not all(count > 0 for _, count in births) or total > CHANNELS or pairs > PAIRS:
+            raise NestlingError(f"up to {name} it has {total:,} channels, {pairs:,} with what they read")
     words = {word: value_made(told["plan"][word]) for word in ("name", "heads", "sizes", "answering")}
     plan = Plan(nodes=tuple(map(node_made, told["nodes"])), **words)
-    check(plan)
+    for node in plan.nodes:
+        if isinstance(node.op, Scale | Computed) and node.op.function not in BINARY.values():
+            raise NestlingError(f"{node.name} is {node.op.function!r:.40}, which is no arithmetic")
+    if weights is not None:
+        held = sum(map(prod, weights.values()))
+        for node in plan.nodes:
+            if isinstance(node.op, WeightedOp) and not node.shares:
+                held -= node.channels * (channels[node.reads[0]] // node.op.groups)
+        if held < 0:
+            raise NestlingError("it has more weights than lie beside it")
+    return check(plan)
+
+
+def made_again(told: dict[str, Any], plan: Plan) -> NestedNet:
     borrowers: list[tuple[Any, dict[str, list[str]]]] = []
     given = {name: layer_made(layer, borrowers) for name, layer in told["layers"].items()}
     net = (Extended if "own" in told else NestedNet)(plan, given)
@@ -125,6 +164,7 @@ def made_again(told: dict[str, Any]) -> NestedNet:
             tensor.data = tensor.data.to(value_made(kind)) if tensor.is_floating_point() else tensor.data
     for piece, borrowed in borrowers:
         piece.borrowed = {name: ([net.get_submodule(path)], theirs) for name, (path, theirs) in borrowed.items()}
+        check_steps(plan.name, piece)
     for name, first in told["tied"].items():
         path, _, last = name.rpartition(".")
         net.get_submodule(path)._parameters[last] = net.get_parameter(first)
@@ -143,20 +183,27 @@ def own_tensors(layer: Any) -> Iterator[Tensor]:
 
 
 def prove(net: NestedNet, told: dict[str, Any]) -> None:
-    """On the CPU, on noise, as it stands after this call: what a folder gives must be what was trained."""
-    again, mine = rebuilt(told), copy.deepcopy(net).cpu().eval()
+    """As it stands after this call: what a folder gives must be what was trained."""
+    if why := difference(net, rebuilt(told)):
+        raise Untold(why)
+
+
+def difference(net: NestedNet, again: NestedNet) -> str:
+    """What a network that was built of an account does otherwise, with the other's weights, on noise, on the CPU; "": nothing."""
+    mine = copy.deepcopy(net).cpu().eval()
     state = mine.state_dict()
     if again.plan != mine.plan or {k: v.shape for k, v in again.state_dict().items()} != {
         k: v.shape for k, v in state.items()
     }:
-        raise Untold("its plan or its weights cannot be told as data")
+        return "its plan or its weights cannot be told as data"
     again.load_state_dict(state)
     first = next((p for p in mine.parameters() if p.is_floating_point()), torch.zeros(0))
     noise = torch.randn(2, *mine.plan.input.shape(mine.plan.input.channels), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         both = (again(noise.to(first)), mine(noise.to(first)))
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) and a.dtype == b.dtype for a, b in zip(*both, strict=True)):
-        raise Untold("built again it would answer otherwise")
+        return "built again it would answer otherwise"
+    return ""
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -220,7 +267,6 @@ def layer_made(told: dict[str, Any], borrowers: list[tuple[Any, dict[str, list[s
     for key, below in told.get("layers", {}).items():
         layer.add_module(key, layer_made(below, borrowers) if below else None)
     if isinstance(layer, recorded.Recorded):
-        check_steps(told["is"], layer)
         layer.borrowed = {}
         borrowers.append((layer, told.get("borrowed", {})))
     return layer
@@ -284,7 +330,9 @@ def functions() -> dict[str, Any]:
     found |= {f"operator.{word}": getattr(operator, word) for word in ARITHMETIC.split()}
     found |= {f"torch.{each.__name__}": each for each in (torch.arange, torch.full, torch.ones, torch.zeros)}
     found |= {f"nestling.{each.__name__}": each for each in (calls.mask, calls.largest, calls.smallest, put_at)}
-    return {name: each for name, each in found.items() if name and not name.rpartition(".")[2].startswith("_")}
+    out = {*NOT_OF_TENSORS.split()}
+    last = {name: name.rpartition(".")[2] for name in found if name}
+    return {name: found[name] for name, word in last.items() if not word.startswith("_") and word not in out}
 
 
 def name_of(function: Any) -> str:
@@ -297,10 +345,34 @@ def names() -> dict[int, str]:
 
 
 def check_steps(name: str, layer: nn.Module) -> None:
-    """Of what was recorded, methods are called by name: only those that compute something of tensors."""
-    for op, target, *_ in layer.steps if isinstance(layer, recorded.Recorded) else ():
-        if op == "call_method" and f"torch.Tensor.{target}" not in functions():
-            raise Untold(f"{name} calls .{target}, which is no function of tensors")
+    """What was recorded calls functions of tensors, by name also as methods, and holds tensors and layers: nothing else of the
+    objects that it meets."""
+    if not isinstance(layer, recorded.Recorded):
+        return
+    for key, ([lender], theirs) in layer.borrowed.items():
+        if theirs not in holds(lender):
+            raise Untold(f"{name} borrows {key}, which is no tensor and no layer")
+    for op, target, args, kwargs in layer.steps:
+        known = (op == "call_function" and name_of(target)) or (op == "call_module" and target in holds(layer))
+        if not known and (op != "call_method" or f"torch.Tensor.{target}" not in functions()):
+            raise Untold(f"{name} calls {calls.spelled(target)}, which is no function of tensors")
+        if strange := next((each for each in held_by((args, kwargs)) if each not in holds(layer)), None):
+            raise Untold(f"{name} holds {strange!r:.40}, which is no tensor and no layer")
+
+
+def holds(layer: Any) -> set[str]:
+    return {*layer._parameters, *layer._buffers, *layer._modules, *getattr(layer, "borrowed", ())}
+
+
+def held_by(value: Any) -> Iterator[str]:
+    """The names of what an argument holds."""
+    if isinstance(value, recorded.Held):
+        yield value.name
+    parts: Any = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+    for part in (value.of,) if isinstance(value, recorded.Copy) else parts:
+        yield from held_by(part)
 
 
 MADE: dict[str, Any] = {

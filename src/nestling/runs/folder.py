@@ -260,6 +260,15 @@ class RunDir:
         header = {"nestling": name, "format": FORMAT, "meta": text, "sha256": checksum(name, copies, text)}
         write_atomically(self._to_write(name), in_order(safetensors.torch.save(copies, metadata=header)))
 
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors of a file, as far as it can be read; no tensor is."""
+        try:
+            with safetensors.safe_open(self.path / name, framework="pt") as file:
+                return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except Exception:
+            self.load_tensors(name)  # which says what is wrong with it
+            raise
+
     def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors (on the CPU) and meta of a file that save_tensors wrote; anything else is refused."""
         path = self.path / name

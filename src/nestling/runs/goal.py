@@ -20,6 +20,10 @@ from nestling.recipes.code import handed
 from nestling.recipes.recipe import TrainRecipe
 
 CLASSES, PIXELS, NUMBERS = "classes", "pixels", "numbers"
+HOW = (
+    "with a network of your own nestling train my_file.py:build --{0} {{0}}, or in Python nestling.fit(..., {0}=...); recipes "
+    "of ours take none"
+)
 NO_CLASS = -(2**62)  # torch passes over targets of -100 unless told of another number: of inputs every class counts
 
 
@@ -40,7 +44,7 @@ def task_loss(train: TrainRecipe, numbers: bool) -> Callable[[Tensor, Tensor], T
     """The user's own loss; else cross-entropy where targets are classes, of an image or of each pixel, and the squared error
     where they are numbers."""
     if train.loss:
-        own = handed(train.loss, "its loss", "--loss {0} (in Python nestling.fit(..., loss=...))")
+        own = handed(train.loss, "its loss", HOW.format("loss"))
         if isinstance(own, type):
             raise NestlingError(f"the loss {train.loss} is a class; hand over one of it, such as {own.__name__}()")
         return lambda found, y: scalar(own(found, y), train.loss)
@@ -206,7 +210,7 @@ def variance(y: Tensor) -> float:
 
 def own_errors(outputs: Tensor, y: Tensor, train: TrainRecipe) -> Tensor:
     """(stages, N): the user's error of every sample, asked once for all samples of a stage."""
-    function = handed(train.error, "its error", "--error {0} (in Python nestling.fit(..., error=...))")
+    function = handed(train.error, "its error", HOW.format("error"))
     found = torch.stack([torch.as_tensor(function(output, y)).float() for output in outputs])
     if found.shape != outputs.shape[:2] or not bool(((found >= 0) & (found <= 1)).all()):
         raise NestlingError(

@@ -21,7 +21,7 @@ from nestling.data.augment import normalise
 from nestling.errors import NestlingError
 from nestling.files import GALLERY, NETWORK, OUTPUTS, RESULTS, WEIGHTS, is_text
 from nestling.nets import NestedNet, build
-from nestling.nets.told import rebuilt
+from nestling.nets.told import difference, rebuilt
 from nestling.recipes.code import HANDED, UserFunction, hand_over
 from nestling.recipes.recipe import Recipe
 from nestling.runs.evaluate import about
@@ -84,7 +84,26 @@ class OpenedRun(RunDir):
             )
         net = self.untrained(data)
         self.load_weights(net)
+        if self.named:
+            self.check_named(net)
         return net.to(device).eval()
+
+    def check_named(self, net: NestedNet) -> None:
+        """Refuse a network that a function built, whose weights fit, but which is not the one that was trained."""
+        told = self.read_facts(NETWORK)
+        if not told or "missing" in told:
+            return
+        try:
+            trained = rebuilt(told, self.shapes(WEIGHTS))
+        except NestlingError:  # of another version of torch: then the function is what there is
+            return
+        types = [[tensor.dtype for tensor in each.state_dict().values()] for each in (net, trained)]
+        if net.plan != trained.plan or (types[0] == types[1] and difference(net, trained)):
+            raise NestlingError(
+                f"{self.recipe.network.name} builds another network than the one that was trained: its weights have the same "
+                f"names and shapes, but its plan or its layers are not those of {self.path / NETWORK}. Open the folder without "
+                "that function (--build), which it does not need, or name the one it was trained with"
+            )
 
     def untrained(self, data: DataSet | None = None) -> NestedNet:
         """The network without its weights: by its recipe; of the user's own by what the folder tells of it, unless somebody names
@@ -93,7 +112,7 @@ class OpenedRun(RunDir):
         told = self.read_facts(NETWORK) if network.own else {}
         if told and "missing" not in told and not self.named:
             try:
-                return rebuilt(told)
+                return rebuilt(told, self.shapes(WEIGHTS))
             except NestlingError as error:
                 raise NestlingError(f"{self.path / NETWORK}: {error}") from error
         known = about(data) if data else self.known

@@ -117,6 +117,10 @@ def fit(
 def network_name(net: NestedNet | UserFunction | str, build: UserFunction | str | None, before: str) -> str:
     """What the recipe calls it: the function that builds it. A network at hand is trained itself."""
     if not isinstance(net, NestedNet):
+        if isinstance(net, nn.Module) and any(isinstance(each, NestedNet) for each in net.modules()):
+            raise NestlingError(
+                f"found a {type(net).__name__} around a nested network; hand over the network itself, its .module or ._orig_mod"
+            )
         if isinstance(net, nn.Module):
             raise NestlingError(
                 f"found a plain {type(net).__name__}; make it anytime first, such as nestling.exits(module), or hand over the "

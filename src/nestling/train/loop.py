@@ -355,6 +355,10 @@ def make_optimizer(net: torch.nn.Module, recipe: Recipe, device: torch.device) -
     rate = torch.tensor(train.lr, device=device) if device.type == "cuda" else train.lr
     fused = True if device.type == "cuda" else None
     trained = [p for p in net.parameters() if p.requires_grad]
+    if not trained:
+        raise NestlingError(
+            "all parameters of the network are frozen; let some train: net.requires_grad_(), or net.thaw()"
+        )
     spared = [] if train.decay_norms else [p for p in trained if p.dim() < 2]
     decayed = [p for p in trained if train.decay_norms or p.dim() >= 2]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from nestling.errors import NestlingError
 from nestling.nets.ops import (
     BatchNorm,
     Cat,
@@ -49,6 +50,10 @@ EACH = (
 
 def ordered(sketch: Sketch) -> Sketch:
     """The sketch with its channels in order of importance; copies of the layers."""
+    if any(tensor.is_meta for layer in sketch.layers.values() for tensor in layer.parameters()):
+        raise NestlingError(
+            "its weights are on the device meta, and have no order; give them numbers, or say order=False"
+        )
     order = Streams(sketch).orders()
     layers = dict(sketch.layers)
     for name, layer in sketch.layers.items():

@@ -34,7 +34,7 @@ from nestling.nets.reading.recorded import Recorder, Unknown, work
 from nestling.nets.reading.shells import Shell
 from nestling.nets.reading.sketch import UNPLAIN
 from nestling.nets.reading.trace import BATCHES
-from nestling.nets.reading.vocabulary import MIXES
+from nestling.nets.reading.vocabulary import ALWAYS, MIXES
 from nestling.nets.reading.watcher import path_of
 
 
@@ -292,14 +292,16 @@ class Pen(Picking):
         self.layer(node, read, layer, kind)
 
     def dropout(self, node: fx.Node, kind: type[nn.Module], function: Callable[..., Any]) -> None:
-        """Dropout as a function says by itself whether it drops: with the module's mode, always or never."""
+        """Dropout as a function says by itself whether it drops: with the module's mode or never; always is refused."""
         modes = [self.given(n, "input", "p", "training") for n in (node, self.trace.twins[node][0])]
         default = function is not torch.dropout
         training, evaluation = (bool(given.get("training", given.get("train", default))) for given in modes)
         if len({given.get("p", 0.5) for given in modes}) > 1 or (evaluation and not training):
             self.refuse(node, "it drops otherwise in training than in evaluation, and not only in training")
-        if evaluation:
-            self.map(node, Call.of(node, function))
+        if modes[0].get("p", 0.5) == 0:
+            self.names[node] = self.read_of(node)
+        elif evaluation:
+            self.refuse(node, ALWAYS)
         elif training:
             layer: Any = kind(modes[0].get("p", 0.5))
             layer.training = self.module.get_submodule(path_of(node)).training

@@ -53,6 +53,14 @@ PICKS: dict[Any, str] = {  # operations that Picking has a method for
 UNKNOWN = "it is not known to work channel by channel; spell it in operations that do, or use nestling.exits"
 
 
+WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
 def read(module: nn.Module, shape: Shape, net: str) -> Sketch:
     """The sketch of a module for images of `shape`. The module itself is not touched."""
     check_shapes_known(module, net)
@@ -73,11 +81,22 @@ def read_whole(module: nn.Module, shape: Shape, net: str) -> "Reader":
 
 def check_shapes_known(module: nn.Module, net: str) -> None:
     for path, layer in module.named_modules():
+        if inside := WRAPPERS.get(type(layer).__name__):
+            raise NestlingError(
+                f"{net}: cannot nest {path or 'it'}: it is wrapped in {type(layer).__name__}; nest what is inside, its "
+                f".{inside}, and wrap the nest"
+            )
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             raise NestlingError(
                 f"{net}: cannot nest {path} ({type(layer).__name__}): a lazy layer whose shape is not known yet. Run the module "
                 "on one image first."
             )
+    if any(t.is_meta for t in (*module.parameters(), *module.buffers())) and torch.get_default_device().type != "meta":
+        raise NestlingError(
+            f"{net}: cannot nest it: its weights are on the device meta, and have no numbers. Give it some first: "
+            'module.to_empty(device="cpu"), then module.load_state_dict(state). (For its plan alone: with torch.device("meta"), '
+            "order=False)"
+        )
 
 
 def check_hooks(module: nn.Module, net: str) -> None:

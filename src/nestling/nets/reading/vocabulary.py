@@ -114,6 +114,10 @@ MIXING: dict[Any, str] = dict.fromkeys(
 
 MOVES = "it moves channels to other places, so that stripes would be mixed"
 RANDOM = "it draws random numbers while running; only dropout may"
+ALWAYS = (
+    "it drops in evaluation, too, where each stage and the whole network would draw otherwise. Say when: F.dropout(x, p, "
+    "training=self.training)"
+)
 CONVOLUTIONS = [name for op in OPS.values() for name in op.modules if name.startswith("Conv")]
 OTHERS = f"of convolutions only {', '.join(CONVOLUTIONS)} {'are' if len(CONVOLUTIONS) > 1 else 'is'} nested"
 REASONS: dict[Any, str] = {
