@@ -127,19 +127,17 @@ class Inference:
             while tasks:
                 await asyncio.wait(tasks)
 
-        listening = asyncio.ensure_future(listen())
+        listening, reply = asyncio.ensure_future(listen()), None
         try:
             while not (listening.done() and replies.empty()):
                 reply = asyncio.ensure_future(replies.get())
                 await asyncio.wait((reply, listening), return_when=asyncio.FIRST_COMPLETED)
                 if reply.done():
                     yield reply.result()
-                else:
-                    reply.cancel()
         finally:
-            listening.cancel()
-            for task in list(tasks):
-                task.cancel()
+            for task in (listening, reply, *tasks):
+                if task is not None:
+                    task.cancel()
 
     async def streamed(self, raw: bytes, context: Context, replies: asyncio.Queue[bytes]) -> None:
         """One request of a stream."""
