@@ -79,5 +79,5 @@ def test_what_it_has_no_operator_for_is_refused_in_words() -> None:
         nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
     )
     net = nestling.exits(module.eval(), at=["0"], shape=(3, 8, 8)).eval()
-    with pytest.raises(NestlingError, match="^OpenVINO .* cannot run stage 1 .*use the engine 'onnx'$"):
+    with pytest.raises(NestlingError, match=r"^OpenVINO .* cannot run stage 1 .*use the engine 'onnx'$"):
         nestling.Runtime(net, device="cpu", engine="openvino")
