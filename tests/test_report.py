@@ -408,7 +408,7 @@ def test_a_broken_run_is_left_out_and_named(
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["runs"] == [str(tmp_path / "sgd-0")] and [*result["left_out"]] == [str(tmp_path / "osgd-0")]
-    assert err.count(str(broken)) == 1 and err.startswith("nestling: 1 run left out")
+    assert err.count(str(broken)) == 1 and "nestling: 1 run left out" in err  # a slow machine says first what it is at
     assert "1 run left out" in page.read_text(encoding="utf-8")
     assert main(["report", str(tmp_path / "osgd-0"), "--out", str(tmp_path / "none.html")]) == 1
     assert not (tmp_path / "none.html").exists()

@@ -127,7 +127,8 @@ class Inference:
             while tasks:
                 await asyncio.wait(tasks)
 
-        listening, reply = asyncio.ensure_future(listen()), None
+        listening = asyncio.ensure_future(listen())
+        reply: asyncio.Future[bytes] | None = None
         try:
             while not (listening.done() and replies.empty()):
                 reply = asyncio.ensure_future(replies.get())
@@ -135,9 +136,11 @@ class Inference:
                 if reply.done():
                     yield reply.result()
         finally:
-            for task in (listening, reply, *tasks):
-                if task is not None:
-                    task.cancel()
+            listening.cancel()
+            if reply is not None:
+                reply.cancel()
+            for task in list(tasks):
+                task.cancel()
 
     async def streamed(self, raw: bytes, context: Context, replies: asyncio.Queue[bytes]) -> None:
         """One request of a stream."""
