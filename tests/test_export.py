@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nestling.commands.export import command, show
+from nestling.data import load
 from nestling.errors import NestlingError
 from nestling.export.fold import fold, merge, split
 from nestling.export.freeze import Frozen, freeze, freeze_whole, shapes
@@ -34,7 +35,7 @@ from nestling.nets.ops.calls import Call, DropPath, Repeat, Reshape
 from nestling.nets.ops.forms import FORMS, as_onnx
 from nestling.nets.ops.frozen import Op
 from nestling.nets.plan import Node
-from nestling.recipes.recipe import NetworkRecipe
+from nestling.recipes.recipe import DataRecipe, NetworkRecipe
 from nestling.runs.folder import shipped
 from nestling.runs.open import resolve
 from nestling.runtime import verified
@@ -561,6 +562,15 @@ def test_int8_says_what_it_costs_on_real_data(run: Path) -> None:
     assert max(abs(a - b) for a, b in zip(price["error_after"], price["error_before"], strict=True)) < 0.1
     plain = command(str(run))
     assert result["bytes"] < plain["bytes"]
+
+
+def test_int8_of_a_network_without_convolutions_is_refused(tmp_path: Path) -> None:
+    layers = [nn.Sequential(nn.Linear(i, o), nn.ReLU()) for i, o in ((64, 16), (16, 16))]
+    net = nest(nn.Sequential(nn.Flatten(), *layers, nn.Linear(16, 10)), "w", (1, 8, 8)).eval()
+    data = load(DataRecipe(), torch.device("cpu"))
+    with pytest.raises(NestlingError, match="no convolutions"):
+        verified.export_int8(net, bare_spec(net), tmp_path / "stages", data, 0, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_unfinished_runs_and_wrong_wishes_are_refused(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from test_export import network
+from torch import nn
 
 import nestling
 from nestling.errors import NestlingError
@@ -71,3 +72,12 @@ def test_it_runs_on_cpus_only() -> None:
     net, _ = network("width-digits")
     with pytest.raises(NestlingError, match="runs on the CPU"):
         build_engine(net, "cuda", "openvino")
+
+
+def test_what_it_has_no_operator_for_is_refused_in_words() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    net = nestling.exits(module.eval(), at=["0"], shape=(3, 8, 8)).eval()
+    with pytest.raises(NestlingError, match=r"^OpenVINO .* cannot run stage 1 .*use the engine 'onnx'$"):
+        nestling.Runtime(net, device="cpu", engine="openvino")

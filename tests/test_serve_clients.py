@@ -438,6 +438,25 @@ def test_a_client_that_leaves_is_not_worked_for(running: Running, monkeypatch: p
     assert model.stages.scheduler.open == 0 and steps[0] == 1 and len(steps) < 3
 
 
+def test_a_stream_that_is_cut_leaves_no_task_behind(running: Running) -> None:
+    """Such a task is told as an error, once the collector finds it."""
+
+    def waiting() -> int:
+        return sum("Queue.get" in repr(task) for task in asyncio.all_tasks(running.loop))
+
+    for _ in range(5):
+        with triton_grpc.InferenceServerClient(running.grpc) as client:
+            answered = threading.Event()
+            client.start_stream(lambda result, error, seen=answered: seen.set())
+            client.async_stream_infer(NAME, [triton_input(triton_grpc, PIXELS[:1])])
+            assert answered.wait(20)
+            client.stop_stream(cancel_requests=True)
+    deadline = time.monotonic() + 5
+    while waiting() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not waiting()
+
+
 def test_nothing_is_kept_and_nothing_missed_for_who_left(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     model, begun = running.service.server.model(NAME), threading.Event()
     step = model.stages.engine.step

@@ -1,11 +1,13 @@
 """Server in Python: many threads and coroutines, one scheduler; what is answered is what the network says."""
 
 import asyncio
+import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from nestling.serve import model as model_room
 from nestling.serve.model import KeptAnswers, Model
 from nestling.serve.scheduler import Full, Ticket
 from nestling.serve.server import Server
-from nestling.serve.service import Asked, Service
+from nestling.serve.service import Asked, Service, properties
 from nestling.serve.way import Way
 
 NAME = "width-resnet42-cifar10"
@@ -190,6 +192,14 @@ def test_what_is_no_picture_is_served_alike() -> None:
                 pass
             found = {wanted.name: array for wanted, array in service.reply(model, Asked(given), request).outputs}
             np.testing.assert_allclose(found["probabilities"], expected[: 3 if given.ndim == 3 else 1], atol=1e-5)
+
+
+def test_class_names_with_commas_are_told_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server.model()
+    names = ("bow, arrow", 'a "quoted" one', "Süßwasser", *model.spec.classes[3:])
+    monkeypatch.setattr(model, "spec", replace(model.spec, classes=names))
+    told = {name: json.loads(text) for name, text in properties(model).items()}
+    assert told == {"sizes": list(model.spec.sizes), "classes": list(names)}
 
 
 def test_a_stage_that_fails_is_told_to_whom_it_failed_and_to_nobody_else(

@@ -49,6 +49,13 @@ def first_images(data: DataSet, count: int) -> tuple[Float32, NDArray[np.int64]]
     return torch.cat(kept)[:count].numpy(), torch.cat(labels)[:count].numpy()
 
 
+def convolves(model: bytes) -> bool:
+    """Whether there is anything in a stage's graph that would be in 8 bits."""
+    import onnx
+
+    return any(node.op_type == "Conv" for node in onnx.load_from_string(model).graph.node)
+
+
 class CalibrationBatches(quantization.CalibrationDataReader):
     """Hands the values a stage takes to the calibrator, eight images at a time."""
 

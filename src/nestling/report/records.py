@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestling.errors import NestlingError
-from nestling.files import CURVE, GALLERY, OUTPUTS, PROFILE, PROVENANCE, RECIPE, RESULTS
+from nestling.files import CURVE, GALLERY, OUTPUTS, PROFILE, PROVENANCE, RECIPE
 from nestling.recipes.recipe import Recipe
 from nestling.runs.folder import RunDir
 from nestling.runs.latency import Latency, load_profile
@@ -110,7 +110,7 @@ def read(path: str | Path) -> Run:
         folder.read_recipe(),
         folder.read_facts(PROVENANCE),
         tuple(folder.read_log()),
-        folder.read_facts(RESULTS),
+        resolve(folder).results,
     )
 
 

@@ -206,10 +206,10 @@ class RunDir:
         lines = []
         for number, line in enumerate(whole_lines(path.read_bytes()).splitlines(), start=1):
             try:
-                lines.append(from_text(line))
-            except ValueError as error:
+                lines.append(dict[str, Any](from_text(line).items()))
+            except (ValueError, AttributeError) as error:
                 raise NestlingError(
-                    f"{path}, line {number} is not JSON; the log is damaged, delete that line"
+                    f"{path}, line {number} is not JSON as a run writes it; the log is damaged, delete that line"
                 ) from error
         return lines
 

@@ -40,7 +40,17 @@ def is_number(found: Any) -> bool:
 FORMS: dict[str, Callable[[Any], bool]] = {
     "classes": listed(is_text),
     "shape": listed(lambda side: type(side) is int and 1 <= side < 2**28),
-    "stages": listed(lambda row: isinstance(row, dict) and is_number(row.get("error"))),
+    "stages": listed(
+        lambda row: (
+            isinstance(row, dict)
+            and is_number(row.get("error"))
+            and type(row.get("stage")) is int
+            and is_text(row.get("size"))
+        )
+    ),
+    "transitions": listed(lambda row: isinstance(row, dict)),
+    "n": lambda found: type(found) is int,
+    **dict.fromkeys(("data", "split"), is_text),
     **dict.fromkeys(("mean", "std", "prior"), listed(is_number)),
 }
 

@@ -109,6 +109,8 @@ def warm_up(engine: Engine, shape: tuple[int, ...], repeats: int = 6) -> list[fl
             began = time.perf_counter()
             try:
                 _, state = engine.step(stage, state, Stop())
+            except NestlingError:
+                raise  # it says itself what to do
             except Exception as error:  # engines have no one kind of error
                 raise NestlingError(
                     f"stage {stage} fails on a black image: {error}; make or export it again"

@@ -82,7 +82,7 @@ def export_int8(
     """Write a network's stages in 8 bits, with the error of every stage before and after on the same test images. The float32
     graphs they are made from are verified first."""
     from nestling.export.graph import write_stage
-    from nestling.export.quantise import calibration_and_test, outputs, quantise_stage
+    from nestling.export.quantise import calibration_and_test, convolves, outputs, quantise_stage
     from nestling.runtime.engines.onnx import OnnxEngine, StageGraph
 
     if spec.output:
@@ -90,6 +90,8 @@ def export_int8(
     stages = merge(fold(freeze(net)))
     known = shapes(net, stages)
     graphs = [StageGraph(write_stage(stage, known), stage.takes, stage.gives) for stage in stages]
+    if not any(convolves(graph.model) for graph in graphs):
+        raise NestlingError(f"{spec.name} has no convolutions, and only these become 8 bits: leave out int8")
     calibration, x, y = calibration_and_test(data, images)
     plain = OnnxEngine(graphs, known, spec.answer)
     verified = verify(plain, net, torch.from_numpy(x[:VERIFIED]))

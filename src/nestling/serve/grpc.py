@@ -128,16 +128,17 @@ class Inference:
                 await asyncio.wait(tasks)
 
         listening = asyncio.ensure_future(listen())
+        reply: asyncio.Future[bytes] | None = None
         try:
             while not (listening.done() and replies.empty()):
                 reply = asyncio.ensure_future(replies.get())
                 await asyncio.wait((reply, listening), return_when=asyncio.FIRST_COMPLETED)
                 if reply.done():
                     yield reply.result()
-                else:
-                    reply.cancel()
         finally:
             listening.cancel()
+            if reply is not None:
+                reply.cancel()
             for task in list(tasks):
                 task.cancel()
 

@@ -6,6 +6,7 @@ images beside it, where it is not kept any more it is computed again from these.
 """
 
 import hmac
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -281,7 +282,7 @@ def metadata(model: Model) -> dict[str, Any]:
 
 
 def properties(model: Model) -> dict[str, str]:
-    """More of it, as text: what its stages are called and expected to err, and its classes."""
+    """More of it, each as a JSON array in text: what its stages are called and expected to err, and its classes."""
     spec = model.spec
     found = {"sizes": spec.sizes, "errors": spec.errors, "classes": spec.classes, "mean": spec.mean, "std": spec.std}
-    return {name: ",".join(map(str, values)) for name, values in found.items() if values}
+    return {name: json.dumps(values, ensure_ascii=False) for name, values in found.items() if values}

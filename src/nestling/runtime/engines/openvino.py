@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import openvino
 
+from nestling.errors import NestlingError
 from nestling.runtime.engine import Abandoned, Floats, Stop
 from nestling.runtime.engines.onnx import StageGraph, cores
 
@@ -50,9 +51,15 @@ class OpenVinoEngine:
         """A compiled stage for so many images."""
         if (stage, images) not in self.requests:
             graph = self.graphs[stage - 1]
-            model = self.core.read_model(graph.model)
-            model.reshape({name: [images, *self.shapes[name]] for name in graph.takes})
-            compiled = self.core.compile_model(model, "CPU", self.options)
+            try:
+                model = self.core.read_model(graph.model)
+                model.reshape({name: [images, *self.shapes[name]] for name in graph.takes})
+                compiled = self.core.compile_model(model, "CPU", self.options)
+            except RuntimeError as error:
+                why = str(error).strip().splitlines()[-1].removeprefix("-- ")
+                raise NestlingError(
+                    f"OpenVINO {openvino.__version__} cannot run stage {stage} ({why}); use the engine 'onnx'"
+                ) from error
             self.requests[stage, images] = compiled.create_infer_request()
         return self.requests[stage, images]
 
