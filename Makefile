@@ -15,7 +15,7 @@ WORKERS ?= 2
 RAY_SECONDS ?= 90
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
-DEMO := data,report,export
+DEMO := data,report,export,serve
 DEV := data,report,export,serve,compare,docs,dev
 
 .PHONY: demo test test-ray check docs browser constraints clean

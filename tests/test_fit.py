@@ -523,6 +523,18 @@ def test_a_loaders_own_batch_counts_and_no_other_is_written_down(tmp_path: Path)
     assert images == pytest.approx(len(loader(train)) * 32, rel=0.1)
 
 
+@pytest.mark.parametrize(("way", "pictures", "warned"), [("keep", True, 1), ("keep", False, 0), ("nest", True, 0)])
+def test_pictures_for_a_network_that_knows_other_numbers_are_told(
+    way: str, pictures: bool, warned: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    train, test = digits(64)
+    if not pictures:
+        train, test = floats(train), floats(test)
+    make = nestling.keep if way == "keep" else nestling.nest
+    nestling.fit(make(backbone(), shape=(1, 8, 8)), train, test, out=tmp_path / "run", epochs=1, repeats=0)
+    assert sum("their answer is spoilt" in str(each.message) for each in recwarn) == warned
+
+
 def test_one_class_is_refused(tmp_path: Path) -> None:
     (x, y), _ = (floats(pair) for pair in digits())
     net = nestling.nest(nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(288, 1)), "w", shape=(1, 8, 8))

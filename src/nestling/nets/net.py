@@ -163,7 +163,7 @@ class NestedNet(nn.Module):
         mine = self.state_dict()
         known = [key for key in state_dict if key in mine]
         try:
-            if known or strict or not mine:
+            if known or strict or not state_dict:
                 return super().load_state_dict(state_dict, strict, assign)
             error = RuntimeError("not one of their names is known here, so nothing would be loaded")
         except RuntimeError as found:

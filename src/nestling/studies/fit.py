@@ -5,6 +5,7 @@ results, and, where a teacher was given, its error and time beside those of the 
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from nestling.data import DATASETS
+from nestling.data.own import is_pictures
 from nestling.errors import NestlingError
 from nestling.files import PROFILE, RECIPE, RESULTS
 from nestling.nets import NestedNet
+from nestling.nets.extended import Extended
 from nestling.recipes.code import UserFunction, hand_object, hand_over
 from nestling.recipes.recipe import (
     DataRecipe,
@@ -97,6 +100,7 @@ def fit(
             f"train.batch is {recipe.train.batch}, and the training loader's batches are of {train.batch_size}, which is what "
             "counts; make the loader with another batch_size"
         )
+    warn_of_pictures(net, train)
     with torch.random.fork_rng():  # training seeds torch for every epoch
         found = train_recipe(recipe, str(out), resume, command, quiet, seconds)
     run = resolve(OpenedRun(out))
@@ -112,6 +116,17 @@ def fit(
     if repeats and not run.has(PROFILE):
         profile(str(out), recipe.train.device, repeats=repeats)
     return run
+
+
+def warn_of_pictures(net: object, train: object) -> None:
+    """Pictures are normalised here, and layers that stay as they are may know other numbers."""
+    if isinstance(net, Extended) and net._held and is_pictures(train):
+        warnings.warn(
+            "these uint8 images are normalised by their own mean and deviation, and your network's own layers stay as they are: "
+            "if they were trained on other numbers (pixels / 255, say), their answer is spoilt; hand over float32 images as they "
+            "take them",
+            stacklevel=3,
+        )
 
 
 def network_name(net: NestedNet | UserFunction | str, build: UserFunction | str | None, before: str) -> str:
